@@ -1,0 +1,31 @@
+# make demo: set up .venv and run the main job.  make test: set up .venv and run the tests.  Nothing else is needed.
+PYTHON ?= python3
+PIP = .venv/bin/python -m pip --disable-pip-version-check
+READY = .venv/.ready-$(shell cat pyproject.toml setup.py constraints.txt kernels/csrc/* kernels/*/*.cpp 2>/dev/null | cksum | cut -d' ' -f1)
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+
+.PHONY: demo test check bench clean
+demo: $(READY)
+	graphrl demo
+
+test: $(READY)
+	python -m pytest
+
+check: $(READY)
+	ruff check .
+	ruff format --check .
+	mypy
+
+bench: $(READY)
+	graphrl bench
+
+clean:
+	rm -rf .venv .cache build *.egg-info kernels/_native*
+
+# torch comes first and pinned: a plain requirement would pull the newest CUDA build.
+$(READY):
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	$(PIP) install --quiet -c constraints.txt torch
+	$(PIP) install --quiet -c constraints.txt -e ".[dev,peers]"
+	rm -f .venv/.ready-* && touch $@
