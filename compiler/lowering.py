@@ -1,0 +1,128 @@
+"""From a raw ``make_fx`` trace to a program's normal form: state lifted to placeholders, mutation made explicit, core ATen.
+
+torch's private tracing calls live here and in ``trace.py``. Checked with torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._decomp import core_aten_decompositions
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphrl.compiler.program import StateSlot
+
+__all__ = ["fake_like", "foreach_decompositions", "lift_state", "module_slots", "normalize"]
+
+
+def module_slots(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, StateSlot]:
+    """State slots of every parameter and buffer below the named modules, by ``id`` of the tensor they hold now.
+
+    A tensor shared by two modules gets one slot, under the first name met.
+    """
+    slots: dict[int, StateSlot] = {}
+    for prefix, root in modules:
+        for path, module in root.named_modules():
+            for kind, store in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for name, tensor in store.items():
+                    if tensor is not None and id(tensor) not in slots:
+                        full = ".".join(part for part in (prefix, path, name) if part)
+                        slots[id(tensor)] = StateSlot.of(full, _reader(store, name), kind)
+    return slots
+
+
+def _reader(store: dict[str, Any], name: str) -> Callable[[], Tensor]:
+    return lambda: store[name]
+
+
+def lift_state(traced: fx.GraphModule, known: dict[int, StateSlot]) -> tuple[fx.GraphModule, list[StateSlot]]:
+    """Turn every tensor the trace captured into a placeholder behind the inputs; return them as state slots, in order.
+
+    A captured tensor that is in no module is a constant: a literal of the user's code or a closed-over tensor.
+    """
+    graph = traced.graph
+    last = [n for n in graph.nodes if n.op == "placeholder"]
+    anchor = last[-1] if last else None
+    lifted: dict[int, fx.Node] = {}
+    slots: list[StateSlot] = []
+    for node in list(graph.nodes):
+        if node.op == "get_attr":
+            tensor = getattr(traced, node.target)
+            if id(tensor) not in lifted:
+                slot = known.get(id(tensor))
+                if slot is None:
+                    slot = StateSlot.of(f"constant_{len(slots)}", lambda t=tensor: t, "constant")
+                with graph.inserting_after(anchor) if anchor else graph.inserting_before(next(iter(graph.nodes))):
+                    anchor = graph.placeholder(f"state_{len(slots)}")
+                lifted[id(tensor)] = anchor
+                slots.append(slot)
+            node.replace_all_uses_with(lifted[id(tensor)])
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if "_record_function" in str(node.target):  # optimisers mark their step for the profiler
+            graph.erase_node(node)
+    graph.lint()
+    return fx.GraphModule(traced, graph), slots
+
+
+def fake_like(tensors: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
+    """Fake tensors with the shapes, strides, dtypes and devices of real ones."""
+    return [mode.from_tensor(t.detach()) for t in tensors]
+
+
+def normalize(traced: fx.GraphModule, tensors: Sequence[Tensor], extra: dict[Any, Any] | None = None) -> fx.GraphModule:
+    """Core ATen, no in-place operation but one final ``copy_`` for each placeholder that was written."""
+    table = {**core_aten_decompositions(), **foreach_decompositions(), **(extra or {})}
+    mode = FakeTensorMode()
+    fakes = fake_like(tensors, mode)
+    functional = torch.func.functionalize(traced, remove="mutations")
+    with mode, torch.no_grad():
+        return make_fx(functional, decomposition_table=table, tracing_mode="real")(*fakes)
+
+
+def mark_mutated(graph: fx.Graph, first_state: int, slots: Sequence[StateSlot]) -> tuple[StateSlot, ...]:
+    """``slots`` with ``mutated`` set for those the graph copies into."""
+    written = {n.args[0] for n in graph.nodes if n.target is torch.ops.aten.copy_.default}
+    places = [n for n in graph.nodes if n.op == "placeholder"][first_state:]
+    return tuple(replace(s, mutated=p in written) for s, p in zip(slots, places, strict=False))
+
+
+def foreach_decompositions() -> dict[Any, Callable[..., Any]]:
+    """One operation per tensor for the ``_foreach_*`` calls that optimisers and gradient clipping make."""
+    names = (
+        "abs add addcdiv addcmul clamp_max clamp_min div exp lerp log maximum minimum mul neg pow reciprocal sign sqrt "
+        "sub zero norm"
+    )
+    table = {}
+    for name in names.split():
+        packet = getattr(torch.ops.aten, f"_foreach_{name}", None)
+        if packet is None:
+            continue
+        for overload in packet.overloads():
+            if not overload.endswith("out"):
+                table[getattr(packet, overload)] = _one_by_one(name)
+    return table
+
+
+def _one_by_one(name: str) -> Callable[..., list[Tensor]]:
+    single = {"norm": torch.linalg.vector_norm, "zero": torch.zeros_like}.get(name) or getattr(torch, name)
+
+    def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+        def pick(value: Any, i: int) -> Any:
+            return value[i] if isinstance(value, (list, tuple)) else value
+
+        kwargs.pop("dtype", None) if kwargs.get("dtype") is None else None
+        if name in ("addcmul", "addcdiv") and len(args) == 3:  # the scalar is keyword-only in the single form
+            kwargs["value"] = args[2]
+            args = args[:2]
+        return [
+            single(t, *(pick(a, i) for a in args), **{k: pick(v, i) for k, v in kwargs.items()})
+            for i, t in enumerate(tensors)
+        ]
+
+    return run

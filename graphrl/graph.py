@@ -1,0 +1,438 @@
+"""The keyed graph: modules and functions in order, connected by the names of what they read and write."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import (
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+    dispatch,
+)
+from torch import nn
+
+from graphrl.errors import GraphError, GraphRLError, KeyMissingError, did_you_mean
+from graphrl.keys import DISCARD, Key, encode_key, normalize_key, normalize_keys
+
+__all__ = ["KeyVersion", "KeyedGraph"]
+
+
+@dataclass(frozen=True)
+class KeyVersion:
+    """One assignment of a key: version 0 is the batch's own value, version ``n`` the ``n``-th value a node wrote."""
+
+    key: Key
+    version: int
+
+
+class KeyedGraph(TensorDictModuleBase):
+    """An ordered graph of keyed nodes over a TensorDict. It is itself a node: it runs eagerly, nests and compiles.
+
+    A node is a ``tensordict.nn`` module, another :class:`KeyedGraph`, any module with ``in_keys`` and ``out_keys``,
+    or a tuple ``(callable, in_keys, out_keys)``. Nodes run in the order given. A key may be read, overwritten and
+    read again; each write starts a new version of it.
+
+        graph = KeyedGraph(
+            TensorDictModule(nn.Linear(3, 4), in_keys=["input"], out_keys=["hidden"]),
+            (torch.relu, ["hidden"], ["hidden"]),
+        )
+        td = graph(TensorDict(input=torch.randn(5, 3), batch_size=[5]))   # writes td["hidden"]: [5, 4]
+        hidden = graph(torch.randn(5, 3))                                 # plain tensors, in_keys order
+
+    ``in_keys``: what the batch must hold. ``out_keys``: what the call writes, every written key unless chosen.
+    Gradients flow as they do in the nodes. Raises :class:`GraphError` for a malformed node, a key written twice
+    with no reader between, or a chosen out_key nobody writes; :class:`KeyMissingError` when a batch lacks a key.
+    """
+
+    def __init__(self, *nodes: Any, out_keys: Iterable[Key] | None = None) -> None:
+        super().__init__()
+        self.nodes = nn.ModuleDict({str(i): _as_node(node, i) for i, node in enumerate(nodes)})
+        self._connect(out_keys)
+
+    def _connect(self, out_keys: Iterable[Key] | None) -> None:
+        """Resolve key versions; set ``in_keys`` and ``out_keys``."""
+        flow = _Dataflow(self.nodes.values())
+        chosen = flow.written if out_keys is None else normalize_keys(out_keys)
+        for key in chosen:
+            if key not in flow.written:
+                raise GraphError(
+                    f"out_keys has {key!r}, which no node writes; nodes write {flow.written}."
+                    + did_you_mean(key, flow.written)
+                )
+        self.in_keys = flow.read
+        self.out_keys = list(chosen)
+        self._hidden = [key for key in flow.written if key not in self.out_keys]
+        if out_keys is None:
+            flow.refuse_lost_writes(self)
+
+    # ---- running
+
+    @dispatch(auto_batch_size=False)
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Run every node on ``tensordict``, write ``out_keys`` into it, and return it."""
+        self._check_present(tensordict)
+        scratch = tensordict.copy() if self._hidden else tensordict
+        for name, node in self.nodes.items():
+            try:
+                node(scratch)
+            except GraphRLError:
+                raise
+            except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+                raise _node_error(self, name, node, scratch, error) from error
+        if scratch is not tensordict:
+            for key in self.out_keys:
+                tensordict.set(key, scratch.get(key))
+        return tensordict
+
+    def _check_present(self, tensordict: TensorDictBase) -> None:
+        for key in self.in_keys:
+            if tensordict.get(key, None) is None:
+                raise _missing(self, key, tensordict)
+
+    def get_dist(self, tensordict: TensorDictBase) -> torch.distributions.Distribution:
+        """The action distribution of the last probabilistic node, from the batch; the batch is left as it was."""
+        scratch = tensordict.copy()
+        for node in self.flat_nodes():
+            if hasattr(node, "get_dist"):
+                return node.get_dist(scratch)
+            node(scratch)
+        raise GraphError(f"no node of this graph has a distribution; its nodes are {_names(self)}")
+
+    # ---- looking
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __getitem__(self, index: int) -> TensorDictModuleBase:
+        return list(self.nodes.values())[index]
+
+    def __iter__(self) -> Iterator[TensorDictModuleBase]:
+        return iter(self.nodes.values())
+
+    def flat_nodes(self) -> list[TensorDictModuleBase]:
+        """The nodes with nested graphs opened, in the order they run."""
+        return [leaf for node in self.nodes.values() for leaf in _open(node)]
+
+    def node_of(self, key: Key) -> TensorDictModuleBase | None:
+        """The node that writes the last version of ``key``, or ``None`` when the batch provides it."""
+        key = normalize_key(key)
+        writers = [node for node in self.flat_nodes() if key in normalize_keys(node.out_keys)]
+        return writers[-1] if writers else None
+
+    def versions(self) -> list[tuple[list[KeyVersion], list[KeyVersion]]]:
+        """For each flat node, the key versions it reads and those it writes (single assignment)."""
+        return _Dataflow(self.flat_nodes()).versions
+
+    def to_mermaid(self) -> str:
+        """The graph as Mermaid text: boxes are nodes, arrows carry the key that flows."""
+        lines = ["flowchart LR"]
+        source: dict[KeyVersion, str] = {}
+        for i, (node, (reads, writes)) in enumerate(zip(self.flat_nodes(), self.versions(), strict=True)):
+            lines.append(f'    n{i}["{_describe(node)}"]')
+            for kv in reads:
+                if kv not in source:
+                    source[kv] = f"in{len(source)}"
+                    lines.append(f'    {source[kv]}(["{encode_key(kv.key)}"])')
+                lines.append(f'    {source[kv]} -- "{encode_key(kv.key)}" --> n{i}')
+            source.update({kv: f"n{i}" for kv in writes})
+        last = {kv.key: node for kv, node in source.items()}
+        for j, key in enumerate(self.out_keys):
+            lines.append(f'    {last[key]} -- "{encode_key(key)}" --> out{j}(["{encode_key(key)}"])')
+        return "\n".join(lines)
+
+    # ---- deriving: each returns a new graph over the same modules and leaves this one as it is
+
+    def select(self, out_keys: object = None, in_keys: object = None) -> KeyedGraph:
+        """A new graph with just the nodes needed to compute ``out_keys`` from ``in_keys``.
+
+        ``in_keys``: keys the batch will provide; a producer of one of them is left out. Default: this graph's own.
+        ``out_keys``: keys to write; others stay hidden. Default: all that can be computed from ``in_keys``.
+        Nested graphs are cut too. Modules, and so weights, are shared. State-dict names stay as they are here.
+        Raises :class:`GraphError` for an unknown key, or where ``in_keys`` do not suffice.
+        """
+        given = None if in_keys is None else normalize_keys(in_keys)
+        flat, versions = self.flat_nodes(), self.versions()
+        runs = [True] * len(flat) if given is None else _computable(versions, given, self)
+        wanted = None if out_keys is None else normalize_keys(out_keys)
+        if wanted is None:
+            live = runs
+            if not any(live):
+                raise GraphError(f"no node can run from in_keys {given}; this graph reads {self.in_keys}")
+        else:
+            live = _live(versions, runs, wanted, self, given)
+        keep = {id(node) for node, alive in zip(flat, live, strict=True) if alive}
+        if wanted is None and given is None:
+            wanted = list(self.out_keys)
+        graph = KeyedGraph.__new__(KeyedGraph)
+        TensorDictModuleBase.__init__(graph)
+        graph.nodes = nn.ModuleDict(_pruned(self.nodes.items(), keep))
+        graph.train(self.training) if not keep else setattr(graph, "training", self.training)
+        graph._connect(wanted)
+        return graph
+
+    def rename(self, mapping: Mapping[Key, Key] | None = None, **names: Key) -> KeyedGraph:
+        """A new graph that reads and writes under other names: ``graph.rename(observation="obs")``.
+
+        ``mapping`` takes nested keys: ``graph.rename({"observation": ("agents", "observation")})``.
+        Raises :class:`GraphError` for a key this graph does not have, or a new name already taken.
+        """
+        pairs = {normalize_key(a): normalize_key(b) for a, b in {**(mapping or {}), **names}.items()}
+        known = [*self.in_keys, *(k for k in self.out_keys if k not in self.in_keys)]
+        for old in pairs:
+            if old not in known:
+                raise GraphError(f"rename: no key {old!r} in this graph; it has {known}.{did_you_mean(old, known)}")
+        renamed = [pairs.get(k, k) for k in known]
+        if len(set(renamed)) != len(renamed):
+            twice = next(k for k in renamed if renamed.count(k) > 1)
+            raise GraphError(f"rename: two keys would be called {twice!r}; choose a name this graph does not use")
+        return KeyedGraph(_Renamed(self, pairs))
+
+
+class _Renamed(TensorDictModuleBase):
+    """A graph seen through other key names."""
+
+    def __init__(self, graph: KeyedGraph, mapping: dict[Key, Key]) -> None:
+        super().__init__()
+        self.graph = graph
+        self.mapping = mapping
+        self.in_keys = [mapping.get(k, k) for k in graph.in_keys]
+        self.out_keys = [mapping.get(k, k) for k in graph.out_keys]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        inner = tensordict.empty()
+        for inside, outside in zip(self.graph.in_keys, self.in_keys, strict=True):
+            inner.set(inside, tensordict.get(outside))
+        self.graph(inner)
+        for inside, outside in zip(self.graph.out_keys, self.out_keys, strict=True):
+            tensordict.set(outside, inner.get(inside))
+        return tensordict
+
+
+class _Dataflow:
+    """Key versions along a list of nodes: what is read from outside, what is written, and which write feeds whom."""
+
+    def __init__(self, nodes: Iterable[TensorDictModuleBase]) -> None:
+        self.read: list[Key] = []
+        self.written: list[Key] = []
+        self.versions: list[tuple[list[KeyVersion], list[KeyVersion]]] = []
+        current: dict[Key, int] = {}
+        for node in nodes:
+            reads = []
+            for key in normalize_keys(node.in_keys):
+                if key not in current:
+                    current[key] = 0
+                    self.read.append(key)
+                reads.append(KeyVersion(key, current[key]))
+            writes = []
+            for key in normalize_keys(node.out_keys):
+                if key == DISCARD:
+                    continue
+                current[key] = current.get(key, 0) + 1
+                writes.append(KeyVersion(key, current[key]))
+                if key not in self.written:
+                    self.written.append(key)
+            self.versions.append((reads, writes))
+
+    def refuse_lost_writes(self, graph: KeyedGraph) -> None:
+        used = {kv for reads, _ in self.versions for kv in reads}
+        last = {kv.key: kv for _, writes in self.versions for kv in writes}
+        for i, (_, writes) in enumerate(self.versions):
+            for kv in writes:
+                if kv not in used and last[kv.key] != kv:
+                    again = next(j for j in range(i + 1, len(self.versions)) if any(
+                        w.key == kv.key for w in self.versions[j][1]))
+                    raise GraphError(
+                        f"nodes {i} ({_describe(graph[i])}) and {again} ({_describe(graph[again])}) both write "
+                        f"{kv.key!r} and nobody reads the first value: give one of them another out_key, "
+                        f"or '{DISCARD}' to throw its value away"
+                    )
+
+
+def _as_node(node: Any, index: int) -> TensorDictModuleBase:
+    if isinstance(node, TensorDictModuleBase):
+        keys = normalize_keys(node.out_keys)
+    elif isinstance(node, tuple):
+        if len(node) != 3 or not callable(node[0]):
+            raise GraphError(f"node {index} is {node!r}: expected a tuple (callable, in_keys, out_keys)")
+        fn, reads, writes = node
+        keys = normalize_keys(writes)
+        node = TensorDictModule(fn, in_keys=normalize_keys(reads), out_keys=keys)
+    elif callable(node) and hasattr(node, "in_keys") and hasattr(node, "out_keys"):
+        keys = normalize_keys(node.out_keys)
+        node = TensorDictModule(node, in_keys=normalize_keys(node.in_keys), out_keys=keys)
+    else:
+        raise GraphError(
+            f"node {index} is a {type(node).__name__} without keys: expected a tensordict.nn module, a KeyedGraph, "
+            "or a tuple (callable, in_keys, out_keys), such as (torch.relu, ['hidden'], ['hidden'])"
+        )
+    named = [k for k in keys if k != DISCARD]
+    for key in named:
+        if named.count(key) > 1:
+            raise GraphError(f"node {index} ({_describe(node)}) writes {key!r} twice: give each output its own key")
+    return node
+
+
+def _open(node: nn.Module) -> list[TensorDictModuleBase]:
+    """A node's leaves: keyed sequences opened, everything else itself."""
+    if isinstance(node, KeyedGraph) and not node._hidden:
+        return node.flat_nodes()
+    if isinstance(node, (TensorDictSequential, ProbabilisticTensorDictSequential)) and _runs_plainly(node):
+        return [leaf for child in node.module for leaf in _open(child)]
+    return [node]
+
+
+def _runs_plainly(node: TensorDictSequential) -> bool:
+    """Whether a tensordict sequence is no more than its children in order (nothing selected, nothing optional)."""
+    if getattr(node, "partial_tolerant", False) or type(node).forward not in (
+        TensorDictSequential.forward,
+        ProbabilisticTensorDictSequential.forward,
+    ):
+        return False
+    written: list[Key] = []
+    for child in node.module:
+        written += [k for k in normalize_keys(child.out_keys) if k not in written and k != DISCARD]
+    return set(written) == set(normalize_keys(node.out_keys))
+
+
+def _pruned(items: Iterable[tuple[str, nn.Module]], keep: set[int]) -> dict[str, nn.Module]:
+    """``items`` with only the leaves in ``keep``, names unchanged; a nested graph that loses leaves is rebuilt."""
+    out: dict[str, nn.Module] = {}
+    for name, node in items:
+        alive = [id(leaf) in keep for leaf in _open(node)]
+        if all(alive):
+            out[name] = node
+        elif any(alive):
+            inner = node.nodes if isinstance(node, KeyedGraph) else node.module
+            graph = KeyedGraph.__new__(KeyedGraph)
+            TensorDictModuleBase.__init__(graph)
+            graph.nodes = nn.ModuleDict(_pruned([(n, m) for n, m in inner.named_children()], keep))
+            graph._connect(None)
+            out[name] = graph
+    return out
+
+
+Versions = list[tuple[list[KeyVersion], list[KeyVersion]]]
+
+
+def _computable(versions: Versions, given: list[Key], graph: KeyedGraph) -> list[bool]:
+    """Which nodes can run when the batch provides ``given`` and nothing else; producers of a given key are skipped."""
+    known = {kv.key for reads, writes in versions for kv in (*reads, *writes)}
+    for key in given:
+        if key not in known:
+            raise GraphError(
+                f"select: in_keys has {key!r}, which no node reads; keys are {sorted(map(str, known))}."
+                + did_you_mean(key, known)
+            )
+    cut = {kv for reads, _ in versions for kv in reads if kv.key in given}
+    cut = {kv for kv in cut if kv.version == min(c.version for c in cut if c.key == kv.key)}
+    available = set(cut)
+    for key in given:  # a given key that is also produced: its first read version is the given one
+        available.add(KeyVersion(key, 0))
+        produced = [kv for _, writes in versions for kv in writes if kv.key == key]
+        if produced and KeyVersion(key, 0) not in {kv for reads, _ in versions for kv in reads}:
+            available.add(produced[0])
+            cut.add(produced[0])
+    runs = []
+    for reads, writes in versions:
+        runs.append(all(kv in available for kv in reads) and not any(kv in cut for kv in writes))
+        if runs[-1]:
+            available.update(writes)
+    return runs
+
+
+def _live(
+    versions: Versions, runs: list[bool], wanted: list[Key], graph: KeyedGraph, given: list[Key] | None
+) -> list[bool]:
+    """Which of the nodes that can run are needed for the last version of each wanted key."""
+    last = {kv.key: kv for _, writes in versions for kv in writes}
+    for key in wanted:
+        if key not in last:
+            raise GraphError(
+                f"select: no node writes {key!r}; nodes write {list(last)}." + did_you_mean(key, last)
+            )
+    needed = {last[key] for key in wanted}
+    live = [False] * len(versions)
+    provided = set(given) if given is not None else None
+    for i in reversed(range(len(versions))):
+        reads, writes = versions[i]
+        if not any(kv in needed for kv in writes):
+            continue
+        if not runs[i]:
+            if provided is not None and all(kv.key in provided for kv in writes if kv in needed):
+                continue
+            lacking = [kv.key for kv in reads if provided is None or kv.key not in provided]
+            raise GraphError(
+                f"select: {[kv.key for kv in writes if kv in needed]} cannot be computed from in_keys {given}: "
+                f"node {i} also reads {lacking}; add it to in_keys"
+            )
+        live[i] = True
+        needed.update(reads)
+    return live
+
+
+def _describe(node: nn.Module) -> str:
+    inner = getattr(node, "module", None)
+    if isinstance(node, TensorDictModule) and inner is not None:
+        if isinstance(inner, nn.Module):
+            return type(inner).__name__
+        return getattr(inner, "__name__", None) or type(inner).__name__
+    return type(node).__name__
+
+
+def _names(graph: KeyedGraph) -> str:
+    return ", ".join(f"{name} ({_describe(node)})" for name, node in graph.nodes.items())
+
+
+def _shapes(tensordict: TensorDictBase, keys: Iterable[Key]) -> str:
+    def show(key: Key) -> str:
+        value = tensordict.get(key, None)
+        if not isinstance(value, torch.Tensor):
+            return f"{key!r}: {type(value).__name__}"
+        return f"{key!r} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+
+    return ", ".join(show(key) for key in keys)
+
+
+def _missing(graph: KeyedGraph, key: Key, tensordict: TensorDictBase) -> KeyMissingError:
+    index, node = next(
+        (name, node) for name, node in graph.nodes.items() if key in normalize_keys(node.in_keys)
+    )
+    present = list(tensordict.keys(True, True))
+    near = did_you_mean(key, present)
+    fix = ""
+    if near and isinstance(key, str):
+        found = near.removeprefix(" Did you mean ").removesuffix("?")
+        fix = f" graph.rename({key}={found})"
+    return KeyMissingError(
+        f"node {index} ({_describe(node)}) reads {key!r}, but the batch {list(tensordict.batch_size)} "
+        f"has {_shapes(tensordict, present) or 'no keys'}.{near}{fix}"
+    )
+
+
+def _node_error(
+    graph: KeyedGraph, name: str, node: nn.Module, tensordict: TensorDictBase, error: Exception
+) -> GraphError:
+    where = f"node {name} ({_describe(node)}) of a graph with in_keys {graph.in_keys}"
+    reads = _shapes(tensordict, normalize_keys(node.in_keys))
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    takes = ""
+    inner = getattr(node, "module", None)
+    if isinstance(inner, nn.Linear):
+        takes = f"; the layer takes [..., {inner.in_features}] {str(inner.weight.dtype).removeprefix('torch.')}"
+    elif isinstance(error, TypeError) and callable(inner):
+        try:
+            takes = f"; its signature is {inspect.signature(inner)}"
+        except (TypeError, ValueError):
+            takes = ""
+    return GraphError(f"{where} failed on {reads}{takes}: {first_line}")
+
+
+NodeLike = TensorDictModuleBase | tuple[Callable[..., Any], list[Key], list[Key]]
+"""What :class:`KeyedGraph` takes as a node."""
