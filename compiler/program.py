@@ -183,7 +183,12 @@ def print_program(program: Program) -> str:
     taken = set(names.values())
     lines = [f"# {line}" for line in _header(program)]
     arguments = ", ".join(names[n] for n in program.placeholders())
-    lines += ["import torch", "from torch import device, inf, nan  # noqa: F401", "", f"def {program.name}({arguments}):"]
+    lines += [
+        "import torch",
+        "from torch import device, inf, nan  # noqa: F401",
+        "",
+        f"def {program.name}({arguments}):",
+    ]
     for node in program.graph_module.graph.nodes:
         if node.op == "placeholder":
             continue

@@ -173,7 +173,11 @@ def _leaf(example: TensorDictBase, key: Key, graph: TensorDictModuleBase) -> Ten
 
 def _name(graph: Any) -> str:
     name = type(graph).__name__
-    return "program" if type(graph) is KeyedGraph else "".join("_" + c.lower() if c.isupper() else c for c in name).strip("_")
+    return (
+        "program"
+        if type(graph) is KeyedGraph
+        else "".join("_" + c.lower() if c.isupper() else c for c in name).strip("_")
+    )
 
 
 class _ScalarTensors(TorchFunctionMode):

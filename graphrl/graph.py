@@ -246,8 +246,9 @@ class _Dataflow:
         for i, (_, writes) in enumerate(self.versions):
             for kv in writes:
                 if kv not in used and last[kv.key] != kv:
-                    again = next(j for j in range(i + 1, len(self.versions)) if any(
-                        w.key == kv.key for w in self.versions[j][1]))
+                    again = next(
+                        j for j in range(i + 1, len(self.versions)) if any(w.key == kv.key for w in self.versions[j][1])
+                    )
                     raise GraphError(
                         f"nodes {i} ({_describe(graph[i])}) and {again} ({_describe(graph[again])}) both write "
                         f"{kv.key!r} and nobody reads the first value: give one of them another out_key, "
@@ -354,9 +355,7 @@ def _live(
     last = {kv.key: kv for _, writes in versions for kv in writes}
     for key in wanted:
         if key not in last:
-            raise GraphError(
-                f"select: no node writes {key!r}; nodes write {list(last)}." + did_you_mean(key, last)
-            )
+            raise GraphError(f"select: no node writes {key!r}; nodes write {list(last)}." + did_you_mean(key, last))
     needed = {last[key] for key in wanted}
     live = [False] * len(versions)
     provided = set(given) if given is not None else None
@@ -401,9 +400,7 @@ def _shapes(tensordict: TensorDictBase, keys: Iterable[Key]) -> str:
 
 
 def _missing(graph: KeyedGraph, key: Key, tensordict: TensorDictBase) -> KeyMissingError:
-    index, node = next(
-        (name, node) for name, node in graph.nodes.items() if key in normalize_keys(node.in_keys)
-    )
+    index, node = next((name, node) for name, node in graph.nodes.items() if key in normalize_keys(node.in_keys))
     present = list(tensordict.keys(True, True))
     near = did_you_mean(key, present)
     fix = ""

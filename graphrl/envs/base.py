@@ -34,7 +34,9 @@ class EnvBase:
 
     dt: float | None = None
 
-    def __init__(self, observation_spec: Composite, action_spec: Spec, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, observation_spec: Composite, action_spec: Spec, device: torch.device | str | None = None
+    ) -> None:
         self.device = torch.device("cpu" if device is None else device)
         self.num_envs = observation_spec.batch_size[0]
         self.batch_size = torch.Size([self.num_envs])

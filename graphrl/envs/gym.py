@@ -115,7 +115,7 @@ class GymEnv(EnvBase):
         for index, (raw, one) in enumerate(zip(self.envs, actions, strict=True)):
             observation, gain, terminated, truncated, _ = raw.step(one)
             self._write(views, index, observation)
-            reward[index], flags[0, index], flags[1, index] = float(gain), bool(terminated), bool(truncated)
+            reward.numpy()[index], flags[0, index], flags[1, index] = gain, bool(terminated), bool(truncated)
             self._running[index] = not (terminated or truncated)
         out.update({"reward": reward, "terminated": flags[0].clone(), "truncated": flags[1].clone()})
         return out.to(self.device)
@@ -132,8 +132,17 @@ class GymEnv(EnvBase):
         """``step(t)`` on the raw arrays of ``buffers``: no TensorDict and no torch call in it (see EnvBase.bind)."""
         if self.num_envs == 1 and len(self._leaves) == 1 and self._leaves[0].read is None:
             return self._bind_one(buffers)
-        count, convert, envs, reset_row, running = self.num_envs, self._convert, self.envs, self._reset_row, self._running
-        actions, rewards = buffers.action.flatten(0, 1).numpy(), buffers.reward.view(-1).numpy()
+        count, convert, envs, reset_row, running = (
+            self.num_envs,
+            self._convert,
+            self.envs,
+            self._reset_row,
+            self._running,
+        )
+        actions, rewards = (
+            buffers.action.flatten(0, 1).numpy(),
+            buffers.reward.view(-1, 1).numpy(),
+        )  # a reward may be [1]
         terminated_rows, truncated_rows = buffers.terminated.view(-1).numpy(), buffers.truncated.view(-1).numpy()
         leaves = [
             (buffers.root[leaf.key].flatten(0, 1).numpy(), buffers.next[leaf.key].flatten(0, 1).numpy(), leaf.read)
@@ -161,7 +170,7 @@ class GymEnv(EnvBase):
         convert, step_env, reset_row = self._convert, self.envs[0].step, self._reset_row
         key = self._leaves[0].key
         root_rows, next_rows = buffers.root[key][:, 0].numpy(), buffers.next[key][:, 0].numpy()
-        actions, rewards = buffers.action[:, 0].numpy(), buffers.reward.view(-1).numpy()
+        actions, rewards = buffers.action[:, 0].numpy(), buffers.reward.view(-1, 1).numpy()
         terminated_rows, truncated_rows = buffers.terminated.view(-1).numpy(), buffers.truncated.view(-1).numpy()
 
         def step(t: int) -> None:

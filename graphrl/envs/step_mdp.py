@@ -26,7 +26,9 @@ def step_mdp(
     """
     following = tensordict.get("next", None)
     if following is None:
-        raise KeyMissingError(f"step_mdp reads 'next', but the batch has {list(tensordict.keys())}: call env.step first")
+        raise KeyMissingError(
+            f"step_mdp reads 'next', but the batch has {list(tensordict.keys())}: call env.step first"
+        )
     out = tensordict.exclude("next") if keep_other else tensordict.empty()
     out = out.update(following.copy())
     dropped = ["reward"] if exclude_reward else []

@@ -25,12 +25,14 @@ def gae_reference(
         A_t     = delta_t + gamma_t lmbda_t (1 - done_t) A_{t+1},    value_target_t = A_t + V_t
 
     All tensors share one shape; time runs along ``time_dim``; gamma and lmbda broadcast to that shape. Plain torch
-    operations, so autograd gives the reference gradients. A step that is over selects zero; nothing is multiplied by it.
+    operations, so autograd gives the reference gradients. What a cut hides is selected away, not multiplied by zero.
     """
     reward, value, next_value = (x.double().movedim(time_dim, 0) for x in (reward, value, next_value))
     over, terminated = ((x != 0).movedim(time_dim, 0) for x in (done.bool() | terminated.bool(), terminated))
     shape = done.shape
-    gamma, lmbda = (torch.as_tensor(x, dtype=torch.float64).broadcast_to(shape).movedim(time_dim, 0) for x in (gamma, lmbda))
+    gamma, lmbda = (
+        torch.as_tensor(x, dtype=torch.float64).broadcast_to(shape).movedim(time_dim, 0) for x in (gamma, lmbda)
+    )
     zero = reward.new_zeros(())
     carry = torch.zeros_like(reward.sum(0))
     advantage = []

@@ -1,0 +1,318 @@
+"""From a program to C: walks the nodes once, gathers loops as steps, places scratch memory, prints one function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+
+from graphrl.compiler.backends.c99.elementwise import Group, convert, is_elementwise, literal
+from graphrl.compiler.backends.c99.indexing import INDEXING, emit_indexing
+from graphrl.compiler.backends.c99.layout import Layout, Step, plan
+from graphrl.compiler.backends.c99.loops import indent, index, loop_nest, merge_dims
+from graphrl.compiler.backends.c99.mathlib import helpers_text
+from graphrl.compiler.backends.c99.matmul import MATMULS, emit_matmul
+from graphrl.compiler.backends.c99.nodes import C_TYPES, Unsupported, arguments, c_type, op_name, value_of
+from graphrl.compiler.backends.c99.ops import VIEWS
+from graphrl.compiler.backends.c99.reduce import REDUCTIONS, emit_reduction
+from graphrl.compiler.backends.c99.values import Buffer, View
+from graphrl.compiler.backends.c99.views import view_of
+from graphrl.compiler.program import Program
+
+__all__ = ["Argument", "Generated", "generate"]
+
+_FILLED = {"full.default": "fill_value", "full_like.default": "fill_value", "scalar_tensor.default": "s",
+           "zeros.default": 0, "ones.default": 1, "zeros_like.default": 0, "ones_like.default": 1,
+           "empty.memory_format": 0, "empty_like.default": 0, "new_zeros.default": 0, "new_ones.default": 1,
+           "new_full.default": "fill_value"}  # fmt: skip
+"""Operations whose every element is one number: the argument that holds it, or the number."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One pointer parameter of the generated function."""
+
+    name: str
+    c_type: str
+    kind: str  # "input", "state", "noise" or "output"
+    index: int  # position among the program's inputs, state, noise or outputs
+    size: int
+    written: bool
+
+
+@dataclass(frozen=True)
+class Generated:
+    """C text of one program: ``helpers`` and ``tables`` first, then ``function``, which ``arguments`` describes."""
+
+    helpers: str
+    tables: str
+    function: str
+    arguments: tuple[Argument, ...]
+    scratch_bytes: int
+    weight_bytes: int
+
+    @property
+    def code(self) -> str:
+        return "\n\n".join(part for part in (self.helpers, self.tables, self.function) if part) + "\n"
+
+
+def generate(program: Program, *, embed: bool, name: str = "run") -> Generated:
+    """Generate ``static void name(...)`` for ``program``.
+
+    embed: write state that the program does not change into the text as constants (for a robot). Otherwise every
+    state tensor is a pointer parameter, read in PyTorch's own layout at each call, so weights stay live.
+    Raises :class:`Unsupported` naming the operation and node that generated C does not cover.
+    """
+    return Emitter(program, embed).run(name)
+
+
+class Emitter:
+    """The state of one walk over a program."""
+
+    def __init__(self, program: Program, embed: bool) -> None:
+        self.program = program
+        self.embed = embed
+        self.values: dict[fx.Node, View | tuple[View, ...]] = {}
+        self.steps: list[Step] = []
+        self.tables: dict[Buffer, Tensor] = {}
+        self.parameters: list[tuple[Buffer, Argument]] = []
+        self.group: Group | None = None
+        self.count = 0
+
+    # ---- what operations use
+
+    def view(self, node: fx.Node) -> View:
+        """The value of ``node``, in memory that later steps may read."""
+        value = self.values[node]
+        if not isinstance(value, View):
+            raise Unsupported(f"{op_name(node)} has several values where one is needed", node)
+        if self.group is not None and self.group.holds(value) is not None:
+            self.flush()
+        return value
+
+    def new_value(self, shape: Sequence[int], dtype: torch.dtype) -> View:
+        """A fresh contiguous value in scratch memory."""
+        size = 1
+        for n in shape:
+            size *= n
+        buffer = Buffer(f"b{self.count}", dtype, size, "scratch")
+        self.count += 1
+        return View.whole(buffer, shape)
+
+    def literal(self, number: float | int | bool, shape: Sequence[int], dtype: torch.dtype) -> View:
+        buffer = Buffer("", dtype, 1, "literal", literal=number)
+        return View.whole(buffer, tuple(shape))
+
+    def constant(self, tensor: Tensor) -> Buffer:
+        """A table of numbers that cannot change."""
+        buffer = Buffer(f"c{self.count}", tensor.dtype, tensor.numel(), "constant", data=tensor.detach().contiguous())
+        self.count += 1
+        self.tables[buffer] = buffer.data  # type: ignore[assignment]
+        return buffer
+
+    def add_step(self, step: Step) -> None:
+        if step.lines:
+            self.steps.append(step)
+
+    def copy(self, target: View, source: View) -> None:
+        """Copy ``source`` into ``target``, same shapes."""
+        sizes, (to, of) = merge_dims(target.shape, (target.strides, source.strides))
+        kind = c_type(target.dtype)
+
+        def body(names: list[str]) -> list[str]:
+            if source.buffer.kind == "literal":
+                value = literal(source.buffer.literal, target.dtype)
+            else:
+                value = f"{source.buffer.name}[{index(source.offset, of, names)}]"
+                value = convert(value, source.dtype, target.dtype)
+            value = f"({kind}){value}" if target.dtype == torch.bool else value
+            return [f"{target.buffer.name}[{index(target.offset, to, names)}] = {value};"]
+
+        lines = loop_nest(sizes if 0 not in target.shape else target.shape, body)
+        reads = set() if source.buffer.kind == "literal" else {source.buffer}
+        self.add_step(Step(lines, reads, {target.buffer}))
+
+    def materialize(self, view: View) -> View:
+        """The same values, contiguous. A constant is rearranged here and now."""
+        if view.buffer.data is not None:
+            return View.whole(self.constant(view.as_torch()), view.shape)
+        if self.group is not None and self.group.holds(view) is not None:
+            self.flush()
+        out = self.new_value(view.shape, view.dtype)
+        self.copy(out, view)
+        return out
+
+    def unit_stride(self, view: View) -> View:
+        """``view``, or a copy, whose last dim has stride one."""
+        if view.buffer.kind != "literal" and (view.strides[-1] == 1 or view.shape[-1] == 1):
+            return view
+        return self.materialize(view)
+
+    def in_memory(self, view: View) -> View:
+        return self.materialize(view) if view.buffer.kind == "literal" else view
+
+    # ---- the walk
+
+    def run(self, name: str) -> Generated:
+        places = self.program.placeholders()
+        self._bind_placeholders(places)
+        writes: list[tuple[View, fx.Node]] = []
+        for node in self.program.graph_module.graph.nodes:
+            if node.op == "get_attr":
+                tensor = getattr(self.program.graph_module, node.target)
+                c_type(tensor.dtype, node)
+                self.values[node] = View.whole(self.constant(tensor), tensor.shape)
+            elif node.op == "call_function":
+                if op_name(node) == "copy_.default":
+                    writes.append((self.values[node.args[0]], node.args[1]))
+                    self.values[node] = self.values[node.args[1]]
+                else:
+                    self.values[node] = self._emit(node)
+            elif node.op == "output":
+                self._finish(node, writes)
+            elif node.op != "placeholder":
+                raise Unsupported(f"{node.op} {node.target} is not an ATen operation", node)
+        return self._print(name)
+
+    def _bind_placeholders(self, places: list[fx.Node]) -> None:
+        program = self.program
+        groups = (("input", program.inputs), ("state", program.state), ("noise", program.noise))
+        kinds = [(kind, i, item) for kind, items in groups for i, item in enumerate(items)]
+        for (kind, i, item), node in zip(kinds, places, strict=True):
+            written = kind == "state" and item.mutated
+            if kind == "state" and self.embed and not written:
+                if node.users:
+                    c_type(item.dtype, node)
+                    self.values[node] = View.whole(self.constant(item.read().cpu()), item.shape)
+                continue
+            size = 1
+            for n in item.shape:
+                size *= n
+            buffer = Buffer(f"{kind}{i}", item.dtype, size, kind)
+            argument = Argument(buffer.name, c_type(item.dtype, node), kind, i, size, written)
+            self.parameters.append((buffer, argument))
+            self.values[node] = View.whole(buffer, item.shape)
+
+    def _emit(self, node: fx.Node) -> View | tuple[View, ...]:
+        name = op_name(node)
+        if name in VIEWS:
+            return view_of(node, self.values[node.args[0]], self.materialize)
+        if name in _FILLED:
+            value = value_of(node)
+            c_type(value.dtype, node)
+            number = _FILLED[name]
+            number = arguments(node)[number] if isinstance(number, str) else number
+            return self.literal(number, tuple(value.shape), value.dtype)
+        if name == "arange.start_step":
+            args, value = arguments(node), value_of(node)
+            table = torch.arange(args["start"], args["end"], args["step"], dtype=value.dtype)
+            return View.whole(self.constant(table), tuple(value.shape))
+        if is_elementwise(node):
+            return self._elementwise(node)
+        for names, emit in ((MATMULS, emit_matmul), (REDUCTIONS, emit_reduction), (INDEXING, emit_indexing)):
+            if name in names:
+                self.flush()
+                return emit(self, node)
+        raise Unsupported(f"operation {name} is not supported in generated C", node)
+
+    def _elementwise(self, node: fx.Node) -> View:
+        value = value_of(node)
+        shape = tuple(value.shape)
+        if self.group is None or self.group.shape != shape or not self._joins(node):
+            self.flush()
+            self.group = Group(shape)
+        result = self.new_value(shape, value.dtype)
+        self.group.add(node, result, lambda n: self.values[n])  # type: ignore[arg-type, return-value]
+        return result
+
+    def _joins(self, node: fx.Node) -> bool:
+        """Whether every operand of ``node`` that the open group computes is used position by position."""
+        assert self.group is not None
+        for operand in node.all_input_nodes:
+            view = self.values[operand]
+            if isinstance(view, View) and self.group.holds(view) is not None:
+                if not (view.is_whole() and view.shape == self.group.shape):
+                    return False
+        return True
+
+    def flush(self) -> None:
+        """Close the open group: emit its loop, storing what is read outside it."""
+        group, self.group = self.group, None
+        if group is None:
+            return
+        stored = [n for n in group.members if any(user not in group.members for user in n.users)]
+        if stored:
+            self.add_step(group.step(stored))
+
+    def _finish(self, node: fx.Node, writes: list[tuple[View, fx.Node]]) -> None:
+        """Outputs first, then state writes, so that an output that shows a state shows its old value."""
+        self.flush()
+        taken: set[Buffer] = set()
+        written = {view.buffer for view, _ in writes}
+        for i, result in enumerate(node.args[0]):
+            view = self.view(result)
+            port = self.program.outputs[i]
+            kind = c_type(view.dtype, result)
+            if view.buffer.kind == "scratch" and view.is_whole() and view.buffer not in taken:
+                view.buffer.kind = "output"
+                buffer = view.buffer
+            else:
+                buffer = Buffer(f"output{i}", view.dtype, view.size, "output")
+                self.copy(View.whole(buffer, port.shape), view)
+            taken.add(buffer)
+            self.parameters.append((buffer, Argument(buffer.name, kind, "output", i, view.size, True)))
+        sources = [self.view(source) for _, source in writes]
+        sources = [self.materialize(s) if s.buffer in written else s for s in sources]
+        for (target, _), source in zip(writes, sources, strict=True):
+            self.copy(target, source.expand(target.shape))
+
+    def _print(self, name: str) -> Generated:
+        scratch = {b: C_TYPES[b.dtype] for s in self.steps for b in (*s.reads, *s.writes) if b.kind == "scratch"}
+        layout = plan(self.steps, scratch)
+        body = _scratch_lines(layout, scratch)
+        for step in self.steps:
+            body += step.lines
+        used = {b for s in self.steps for b in (*s.reads, *s.writes)}
+        arguments_ = [replace(a, name=b.name) for b, a in self.parameters]
+        body = [f"(void){b.name};" for b, _ in self.parameters if b not in used] + body
+        parameters = [f"{'' if a.written else 'const '}{a.c_type} *const restrict {a.name}" for a in arguments_] or [
+            "void"
+        ]
+        text = "\n".join(body)
+        tables = {b: t for b, t in self.tables.items() if b in used or f"{b.name}" in _words(text)}
+        sizes = {t: torch.empty(0, dtype=d).element_size() for d, t in C_TYPES.items()}
+        return Generated(
+            helpers_text([text]),
+            "\n\n".join(_table(b, t) for b, t in tables.items()),
+            "\n".join([f"static void {name}(", *_joined(parameters), ")", "{", *indent(body), "}"]),
+            tuple(arguments_),
+            sum(n * sizes[t] for t, n in layout.sizes.items()),
+            sum(t.numel() * t.element_size() for t in tables.values()),
+        )
+
+
+def _words(text: str) -> set[str]:
+    return set(text.replace("[", " ").replace(";", " ").replace("+", " ").split())
+
+
+def _joined(parameters: list[str]) -> list[str]:
+    return [f"    {p}{',' if i < len(parameters) - 1 else ''}" for i, p in enumerate(parameters)]
+
+
+def _scratch_lines(layout: Layout, types: dict[Buffer, str]) -> list[str]:
+    names = {"float": "scratch", "int64_t": "scratch_i64", "int32_t": "scratch_i32", "unsigned char": "scratch_u8"}
+    lines = [f"{kind} {names[kind]}[{size}];" for kind, size in sorted(layout.sizes.items())]
+    for buffer, offset in layout.offsets.items():
+        kind = types[buffer]
+        lines.append(f"{kind} *const {buffer.name} = {names[kind]}{f' + {offset}' if offset else ''};")
+    return lines
+
+
+def _table(buffer: Buffer, tensor: Tensor) -> str:
+    """A constant as a C array."""
+    numbers = [literal(v, tensor.dtype).strip("()") for v in tensor.reshape(-1).tolist()] or ["0"]
+    rows = [", ".join(numbers[i : i + 8]) for i in range(0, len(numbers), 8)]
+    body = ",\n".join(f"    {row}" for row in rows)
+    return f"static const {C_TYPES[tensor.dtype]} {buffer.name}[{len(numbers)}] = {{\n{body}\n}};"

@@ -1,0 +1,348 @@
+"""A keyed graph behind compiled programs: same keys in, same keys out, live weights, no Dynamo guards."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.nn.probabilistic import interaction_type
+from torch import Tensor, nn
+
+from graphrl.compiler.backends import Lowered, get_backend
+from graphrl.compiler.differentiate import Differentiable, lower_differentiable
+from graphrl.compiler.passes.pipeline import run_passes
+from graphrl.compiler.program import Port, Program
+from graphrl.compiler.trace import as_example, trace
+from graphrl.compiler.verify import verify_lowered
+from graphrl.errors import CompileError, GraphError, KeyMissingError, SpecError, did_you_mean
+from graphrl.graph import KeyedGraph
+from graphrl.keys import DISCARD, Key, normalize_keys
+from graphrl.progress import step_line
+
+__all__ = ["CompiledGraph", "Entry", "compile"]
+
+MAX_PROGRAMS = 16
+"""Programs kept per graph. Beyond it calls run eagerly, and ``explain`` says so: every shape compiles anew."""
+
+
+def compile(
+    graph: Any,
+    example: TensorDictBase | dict[Key, Tensor] | None = None,
+    *,
+    backend: str = "inductor",
+    strict: bool = False,
+    verify: bool = True,
+) -> CompiledGraph:
+    """Compile a keyed graph; the result is called like the graph itself.
+
+    graph: a :class:`KeyedGraph`, any ``tensordict.nn`` module, or anything :class:`KeyedGraph` takes as a node.
+    example: a batch to compile for now; without it the first call compiles. Another batch shape, dtype, device,
+    train/eval flag or interaction type compiles its own program at its first call; unrelated keys never do.
+    backend: ``inductor``, ``native`` (generated C, CPU), ``onnx`` or ``eager``. Where it refuses a program the next
+    best runs it and ``grl.explain`` tells why; ``strict=True`` makes a refusal a :class:`CompileError`.
+    verify: check each new program against float64 eager before its first use; a difference is a ``ParityError``.
+
+    Weights are read at every call: in-place loads, ``load_state_dict``, optimiser steps take effect at once. With
+    gradients enabled the result is differentiable (first order) with respect to inputs and weights.
+    """
+    if not isinstance(graph, TensorDictModuleBase):
+        graph = KeyedGraph(graph)
+    get_backend(backend)
+    compiled = CompiledGraph(graph, backend=backend, strict=strict, verify=verify)
+    if example is not None:
+        compiled.warm_up(as_example(example))
+    return compiled
+
+
+@dataclass
+class Entry:
+    """One compiled specialisation: what it was compiled for, what runs it, and how it came about."""
+
+    program: Program
+    backend: str
+    refusals: tuple[str, ...]
+    seconds: float
+    reason: str
+    parity: float | None
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    differentiable: bool
+
+
+class CompiledGraph(TensorDictModuleBase):
+    """The compiled form of a graph. It shares the graph's modules, so state-dict names are the graph's own.
+
+    ``fast(td)`` writes what eager would write; ``fast.call(*tensors)`` takes plain tensors in ``in_keys`` order and
+    returns a tuple in ``out_keys`` order, the hot path. Raises :class:`KeyMissingError` and :class:`SpecError` with the
+    key for a batch that does not fit.
+    """
+
+    def __init__(self, graph: TensorDictModuleBase, *, backend: str, strict: bool, verify: bool) -> None:
+        super().__init__()
+        self.__dict__["graph"] = graph  # not a sub-module: a prefix in every state-dict name would follow
+        self._modules, self._parameters, self._buffers = graph._modules, graph._parameters, graph._buffers
+        self.in_keys = normalize_keys(list(graph.in_keys))
+        self.out_keys = [k for k in normalize_keys(list(graph.out_keys)) if k != DISCARD]
+        self.backend, self.strict, self.verify = backend, strict, verify
+        self.training = graph.training
+        self._returns_new = getattr(graph, "returns_new", False)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._entries: dict[Any, Entry] = {}
+        self._lock = threading.RLock()
+        self._watched: list[nn.Module] = list(self.graph.modules())
+        self._last_key: Any = None
+        self._last: Entry | None = None
+        self.retraces: list[str] = []
+
+    # ---- calling
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], TensorDictBase):
+            return self.forward(args[0])
+        if kwargs or not args:
+            names = {"_".join((k,) if isinstance(k, str) else k): k for k in self.in_keys}
+            unknown = [n for n in kwargs if n not in names]
+            if unknown:
+                raise GraphError(f"no input {unknown[0]!r}; inputs are {list(names)}.{did_you_mean(unknown[0], names)}")
+            given = dict(zip(self.in_keys, args, strict=False)) | {names[n]: v for n, v in kwargs.items()}
+            missing = [k for k in self.in_keys if k not in given]
+            if missing:
+                raise KeyMissingError(f"input {missing[0]!r} is missing; inputs are {list(names)}")
+            args = tuple(given[k] for k in self.in_keys)
+        result = self.call(*args)
+        return result[0] if len(result) == 1 else result
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Compute and write ``out_keys``; every other entry is left alone."""
+        inputs = []
+        for key in self.in_keys:
+            value = tensordict.get(key, None)
+            if value is None:
+                present = list(tensordict.keys(True, True))
+                raise KeyMissingError(
+                    f"{type(self.graph).__name__} reads {key!r}, but the batch {list(tensordict.batch_size)} has "
+                    f"{present}.{did_you_mean(key, present)}"
+                )
+            inputs.append(value)
+        outputs = self._run(inputs, tensordict.batch_size)
+        if self._returns_new:
+            return TensorDict(dict(zip(self.out_keys, outputs, strict=True)), batch_size=[])
+        if tensordict.is_locked:
+            for key, value in zip(self.out_keys, outputs, strict=True):
+                tensordict.set(key, value)  # raises as eager does
+            return tensordict
+        if type(tensordict) is TensorDict and tensordict.device is None:
+            for key, value in zip(self.out_keys, outputs, strict=True):
+                if type(key) is str:
+                    tensordict._set_str(key, value, inplace=False, validated=True, non_blocking=False)
+                else:
+                    tensordict.set(key, value)
+            return tensordict
+        for key, value in zip(self.out_keys, outputs, strict=True):
+            tensordict.set(key, value)
+        return tensordict
+
+    def call(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Plain tensors in ``in_keys`` order to a tuple in ``out_keys`` order. No dictionary, no Dynamo guard."""
+        if len(inputs) != len(self.in_keys):
+            raise SpecError(f"got {len(inputs)} tensors, expected {len(self.in_keys)}: {self.in_keys}")
+        return tuple(self._run(inputs, None))
+
+    def _run(self, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> Sequence[Tensor]:
+        grad = torch.is_grad_enabled()
+        key = (
+            [(t.shape, t.dtype, t.device, grad and t.requires_grad) for t in inputs],
+            grad,
+            interaction_type(),
+            [m.training for m in self._watched],
+            torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
+        )
+        if key != self._last_key:
+            self._select(key, inputs, batch_size)
+        entry = self._last
+        for t in inputs:
+            if not t.is_contiguous():
+                inputs = [t.contiguous() for t in inputs]
+                break
+        try:
+            return entry.run(inputs)
+        except _StateChanged as change:
+            self._forget(str(change))
+            return self._run(inputs, batch_size)
+
+    # ---- compiling
+
+    def warm_up(self, example: TensorDictBase) -> CompiledGraph:
+        """Compile for batches like ``example``, under the present modes, without calling."""
+        signature = [example.get(k, None) for k in self.in_keys]
+        if any(t is None for t in signature):
+            trace(self.graph, example)  # raises the error that names the key
+        with torch.no_grad():
+            key = (
+                [(t.shape, t.dtype, t.device, False) for t in signature],
+                False,
+                interaction_type(),
+                [m.training for m in self._watched],
+                torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
+            )
+            self._select(key, signature, example.batch_size)
+        return self
+
+    def entries(self) -> list[Entry]:
+        """The programs compiled so far, in order."""
+        return list(self._entries.values())
+
+    def _select(self, key: Any, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> None:
+        hashable = (tuple(key[0]), key[1], key[2], tuple(key[3]), key[4])
+        with self._lock:
+            entry = self._entries.get(hashable)
+            if entry is None:
+                entry = self._build(inputs, batch_size, grad=key[1])
+                if self._entries:
+                    self.retraces.append(entry.reason)
+                self._entries[hashable] = entry
+            self._last_key, self._last = key, entry
+
+    def _build(self, inputs: Sequence[Tensor], batch_size: torch.Size | None, grad: bool) -> Entry:
+        example = self._example(inputs, batch_size)
+        needs = [t.requires_grad and grad for t in inputs]
+        reason = f"first call with {', '.join(str(Port.of(k, t)) for k, t in zip(self.in_keys, inputs, strict=True))}"
+        if len(self._entries) >= MAX_PROGRAMS:
+            return self._eager_entry(example, f"{reason}: {MAX_PROGRAMS} programs are compiled already, runs eagerly")
+        start = time.perf_counter()
+        with step_line(f"compile {type(self.graph).__name__} with {self.backend}"):
+            if grad and (any(needs) or any(p.requires_grad for p in self.graph.parameters())):
+                pair = lower_differentiable(self.graph, example, needs, self.backend, self.strict, self.verify)
+                if pair is not None:
+                    return self._entry(pair, reason, time.perf_counter() - start)
+            with torch.no_grad():
+                program = run_passes(trace(self.graph, example))
+                lowered, name, refusals = lower_with_fallback(program, self.backend, self.strict)
+                tensors = [example.get(k).contiguous() for k in self.in_keys]
+                parity = verify_lowered(program, lowered, name, program.arguments(tensors)) if self.verify else None
+        run = _bind(program, lowered)
+        return Entry(program, name, refusals, time.perf_counter() - start, reason, parity, run, False)
+
+    def _entry(self, pair: Differentiable, reason: str, seconds: float) -> Entry:
+        return Entry(pair.forward, pair.backend, pair.refusals, seconds, reason, pair.parity, pair.run, True)
+
+    def _eager_entry(self, example: TensorDictBase, reason: str) -> Entry:
+        def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+            td = example.empty()
+            for key, tensor in zip(self.in_keys, inputs, strict=True):
+                td.set(key, tensor)
+            result = self.graph(td)
+            return [result.get(k) for k in self.out_keys]
+
+        program = run_passes(trace(self.graph, example))
+        return Entry(program, "eager graph", (), 0.0, reason, None, run, True)
+
+    def _example(self, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> TensorDict:
+        if batch_size is None:
+            batch_size = torch.Size(_common_leading(inputs))
+        td = TensorDict({}, batch_size=batch_size)
+        for key, tensor in zip(self.in_keys, inputs, strict=True):
+            td.set(key, tensor.detach())
+        return td
+
+    def _forget(self, reason: str) -> None:
+        with self._lock:
+            self._entries.clear()
+            self._last_key = self._last = None
+            self.retraces.append(reason)
+
+    # ---- being a module
+
+    def train(self, mode: bool = True) -> CompiledGraph:
+        self.graph.train(mode)
+        self.training = mode
+        return self
+
+    def get_dist(self, tensordict: TensorDictBase) -> torch.distributions.Distribution:
+        """The eager graph's distribution: see :meth:`KeyedGraph.get_dist`."""
+        return self.graph.get_dist(tensordict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"graph": self.graph, "backend": self.backend, "strict": self.strict, "verify": self.verify}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["graph"], **{k: state[k] for k in ("backend", "strict", "verify")})  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledGraph:
+        import copy
+
+        graph = copy.deepcopy(self.graph, memo)
+        return CompiledGraph(graph, backend=self.backend, strict=self.strict, verify=self.verify)
+
+    def __repr__(self) -> str:
+        return f"CompiledGraph({type(self.graph).__name__}, backend={self.backend!r}, programs={len(self._entries)})"
+
+
+class _StateChanged(Exception):
+    """A weight has another shape, dtype, device or layout than the program was compiled for."""
+
+
+def _bind(program: Program, lowered: Lowered) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """A function of the inputs alone: gathers the live state, draws the noise, runs."""
+    live = LiveState(program)
+    draws = [n.draw for n in program.noise]
+    if not draws:
+        return lambda inputs: lowered([*inputs, *live()])
+    return lambda inputs: lowered([*inputs, *live(), *[draw() for draw in draws]])
+
+
+class LiveState:
+    """Reads a program's state tensors at each call and notices when one was replaced by another kind of tensor."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._reads = [slot.read for slot in program.state]
+        self._tensors = [read() for read in self._reads]
+        self._layouts = [(t.shape, t.stride(), t.dtype, t.device) for t in self._tensors]
+
+    def __call__(self) -> list[Tensor]:
+        tensors = [read() for read in self._reads]
+        for i, (new, old) in enumerate(zip(tensors, self._tensors, strict=True)):
+            if new is not old or new.dtype is not old.dtype:
+                self._accept(i, new)
+        return tensors
+
+    def _accept(self, i: int, tensor: Tensor) -> None:
+        layout = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if layout != self._layouts[i]:
+            raise _StateChanged(
+                f"{self._program.state[i]} became {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            )
+        self._tensors[i] = tensor
+
+
+def lower_with_fallback(program: Program, backend: str, strict: bool) -> tuple[Lowered, str, tuple[str, ...]]:
+    """Lower with ``backend``, or with the next best that takes the program; returns it, its name and the refusals."""
+    refusals: list[str] = []
+    order = [backend, *(b for b in ("inductor", "eager") if b != backend)]
+    for name in order:
+        candidate = get_backend(name)
+        refusal = candidate.supports(program)
+        if refusal is None:
+            return candidate.lower(program), name, tuple(refusals)
+        refusals.append(f"{name}: {refusal.reason}")
+        if strict:
+            raise CompileError(f"{name} refuses {program.name}: {refusal.reason}. strict=False falls back to another")
+    raise CompileError(f"no backend takes {program.name}: {'; '.join(refusals)}")
+
+
+def _common_leading(tensors: Sequence[Tensor]) -> list[int]:
+    """The leading dims all tensors share; a feature dim is kept from each."""
+    sizes: list[int] = []
+    for dims in zip(*(t.shape[:-1] if t.dim() > 1 else t.shape[:0] for t in tensors), strict=False):
+        if len(set(dims)) != 1:
+            break
+        sizes.append(dims[0])
+    return sizes

@@ -1,0 +1,176 @@
+"""Differentiable programs: one traced program of results and gradients, cut into a forward and a backward half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, fx
+
+from graphrl.compiler.passes.pipeline import run_passes
+from graphrl.compiler.program import Port, Program
+from graphrl.compiler.trace import JointProgram, trace_joint
+
+__all__ = ["Differentiable", "lower_differentiable", "split"]
+
+
+@dataclass
+class Differentiable:
+    """A forward program with its backward half bound to autograd."""
+
+    forward: Program
+    backward: Program
+    backend: str
+    refusals: tuple[str, ...]
+    parity: float | None
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def lower_differentiable(
+    graph: TensorDictModuleBase,
+    example: TensorDictBase,
+    inputs_need_grad: Sequence[bool],
+    backend: str,
+    strict: bool,
+    verify: bool,
+) -> Differentiable | None:
+    """Trace, cut and lower ``graph`` with its gradients; ``None`` when nothing it computes carries gradient."""
+    from graphrl.compiler.compiled import LiveState, lower_with_fallback
+    from graphrl.compiler.verify import verify_lowered
+
+    joint = trace_joint(graph, example, inputs_need_grad)
+    if joint is None:
+        return None
+    whole = replace(joint, program=run_passes(joint.program))
+    forward, backward, saved_from = split(whole)
+    run_forward, name, refusals = lower_with_fallback(forward, backend, strict)
+    run_backward, back_name, more = lower_with_fallback(backward, backend, strict)
+    parity = None
+    if verify:
+        tensors = [example.get(k).contiguous() for k in [p.key for p in forward.inputs]]
+        arguments = forward.arguments(tensors)
+        parity = verify_lowered(forward, run_forward, name, arguments)
+        with torch.no_grad():
+            saved = list(forward.graph_module(*[t.clone() for t in arguments]))[len(whole.outputs) :]
+        values = _backward_values(whole, saved_from, arguments, saved)
+        cotangents = [torch.randn_like(c) for c in _cotangent_likes(whole)]
+        parity = max(parity, verify_lowered(backward, run_backward, back_name, [*cotangents, *values]))
+    live = LiveState(forward)
+    draws = [n.draw for n in forward.noise]
+    function = _autograd_function(whole, saved_from, run_forward, run_backward)
+    n_out = len(whole.outputs)
+
+    def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        outputs = function.apply(*inputs, *live(), *(draw() for draw in draws))
+        return outputs[:n_out]
+
+    return Differentiable(forward, backward, name, (*refusals, *more), parity, run)
+
+
+def split(joint: JointProgram) -> tuple[Program, Program, list[tuple[str, int]]]:
+    """Cut a joint program: forward (outputs, then values the backward half needs) and backward (gradients).
+
+    The third result says where each saved value comes from: ``("argument", i)`` among the forward's placeholders, or
+    ``("saved", i)`` among its extra outputs.
+    """
+    graph = joint.program.graph_module.graph
+    places = joint.program.placeholders()
+    n_in = len(joint.program.inputs) - len(joint.differentiable)
+    cotangents = places[n_in : n_in + len(joint.differentiable)]
+    forward_places = [p for p in places if p not in cotangents]
+    late: set[fx.Node] = set(cotangents)
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and any(n in late for n in node.all_input_nodes):
+            late.add(node)
+    (output,) = (n for n in graph.nodes if n.op == "output")
+    n_out = len(joint.outputs)
+    outputs, gradients = output.args[0][:n_out], output.args[0][n_out:]
+    crossing = [n for n in graph.nodes if n not in late and n.op != "output"
+                and any(u in late for u in n.users)]  # fmt: skip
+    crossing += [g for g in gradients if g not in late and g not in crossing]
+    saved_from: list[tuple[str, int]] = []
+    saved: list[fx.Node] = []
+    for node in crossing:
+        if node in forward_places:
+            saved_from.append(("argument", forward_places.index(node)))
+        else:
+            saved_from.append(("saved", len(saved)))
+            saved.append(node)
+    forward = _extract(graph, forward_places, [*outputs, *saved], lambda n: n not in late)
+    backward = _extract(graph, [*cotangents, *crossing], list(gradients), lambda n: n in late)
+    base = joint.program
+    saved_ports = tuple(Port.of(("saved", str(i)), n.meta["val"]) for i, n in enumerate(saved))
+    crossing_ports = tuple(Port.of(("forward", str(i)), n.meta["val"]) for i, n in enumerate(crossing))
+    module = base.graph_module
+    return (
+        replace(base, graph_module=fx.GraphModule(module, forward), inputs=base.inputs[:n_in],
+                outputs=(*joint.outputs, *saved_ports)),
+        replace(base, graph_module=fx.GraphModule(module, backward), inputs=(*base.inputs[n_in:], *crossing_ports),
+                outputs=base.outputs[n_out:], state=(), noise=(), name=f"{base.name}_backward"),
+        saved_from,
+    )  # fmt: skip
+
+
+def _extract(graph: fx.Graph, places: Sequence[fx.Node], outputs: Sequence[fx.Node], keep: Any) -> fx.Graph:
+    """A graph of ``places`` to ``outputs``, of the nodes for which ``keep`` holds."""
+    new = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for i, place in enumerate(places):
+        values[place] = new.placeholder(f"{place.name}_{i}" if place.op != "placeholder" else place.name)
+        values[place].meta.update(place.meta)
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and node not in values and keep(node):
+            values[node] = new.node_copy(node, lambda n: values[n])
+    new.output(tuple(values[n] for n in outputs))
+    new.eliminate_dead_code()
+    new.lint()
+    return new
+
+
+def _cotangent_likes(joint: JointProgram) -> list[Tensor]:
+    n_in = len(joint.program.inputs) - len(joint.differentiable)
+    return [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in joint.program.inputs[n_in:]]
+
+
+def _backward_values(
+    joint: JointProgram, saved_from: list[tuple[str, int]], arguments: Sequence[Tensor], saved: Sequence[Tensor]
+) -> list[Tensor]:
+    return [arguments[i] if where == "argument" else saved[i] for where, i in saved_from]
+
+
+def _autograd_function(
+    joint: JointProgram, saved_from: list[tuple[str, int]], run_forward: Any, run_backward: Any
+) -> type[torch.autograd.Function]:
+    n_in = len(joint.program.inputs) - len(joint.differentiable)
+    n_out = len(joint.outputs)
+    state_at = {slot.name: n_in + i for i, slot in enumerate(joint.program.state)}
+    slots = [where if kind == "input" else state_at[where] for kind, where in joint.targets]  # type: ignore[index]
+    n_args = n_in + len(joint.program.state) + len(joint.program.noise)
+    flat = frozenset(range(n_out)) - set(joint.differentiable)
+
+    class Compiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Tensor) -> tuple[Tensor, ...]:
+            results = tuple(run_forward(list(arguments)))
+            ctx.save_for_backward(*_backward_values(joint, saved_from, arguments, results[n_out:]))
+            # an output that is an input or was saved must be a tensor of its own for autograd
+            outputs = tuple(r if all(r is not a for a in arguments) else r.view_as(r) for r in results[:n_out])
+            ctx.mark_non_differentiable(*(outputs[i] for i in flat))
+            ctx.set_materialize_grads(True)
+            return outputs
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+            wanted = [cotangents[i].contiguous() for i in joint.differentiable]
+            gradients = run_backward([*wanted, *ctx.saved_tensors])
+            out: list[Tensor | None] = [None] * n_args
+            for slot, gradient in zip(slots, gradients, strict=True):
+                out[slot] = gradient
+            return tuple(out)
+
+    return Compiled

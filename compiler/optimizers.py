@@ -1,0 +1,175 @@
+"""torch.optim inside a program: moments and step counters as state tensors, the learning rate as a live tensor."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from numbers import Number
+from typing import Any
+
+import torch
+import torch.compiler
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from graphrl.compiler.program import StateSlot
+from graphrl.errors import TraceError
+
+__all__ = ["TracedOptimizers", "record_optimizers"]
+
+
+@contextlib.contextmanager
+def record_optimizers() -> Iterator[list[Optimizer]]:
+    """Collect every optimiser whose ``step`` runs in the block, in order of first use.
+
+    State that such a step creates is set to what it means before any step: SGD's momentum starts as the first
+    gradient, which is what a zero momentum becomes, provided dampening is zero.
+    """
+    found: list[Optimizer] = []
+    fresh: list[Optimizer] = []
+
+    def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(o is optimizer for o in found):
+            found.append(optimizer)
+            if not optimizer.state:
+                fresh.append(optimizer)
+
+    handle = register_optimizer_step_pre_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
+    for optimizer in fresh:
+        for group in optimizer.param_groups:
+            if group.get("momentum") and group.get("dampening"):
+                raise TraceError(
+                    f"{type(optimizer).__name__} with momentum and dampening starts its momentum by another rule than it "
+                    "continues with: take one eager step before the first compiled one"
+                )
+        for state in optimizer.state.values():
+            if isinstance(state.get("momentum_buffer"), Tensor):
+                state["momentum_buffer"].zero_()
+
+
+_BRANCH_ON_THE_STEP = ("RAdam", "ASGD")
+"""Their plain form branches on the step count in Python; their ``capturable`` form uses tensors instead."""
+
+
+class TracedOptimizers:
+    """The optimisers of one update, prepared for tracing and watched afterwards.
+
+    Step counters are kept in float64, so that ``1 - beta ** step`` has float64's accuracy as in eager Python. Each
+    group's ``lr`` is fed to the program as a tensor that follows the group: schedulers go on writing floats. A change
+    of any other hyperparameter, or of the groups themselves, asks for a new trace.
+    """
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self.optimizers = optimizers
+        for optimizer in optimizers:
+            if any(group.get("fused") for group in optimizer.param_groups):
+                raise TraceError(f"{type(optimizer).__name__}(fused=True) cannot be traced: leave fused out")
+        self._groups = [(o, i) for o in optimizers for i in range(len(o.param_groups))]
+        self._rates = [_as_tensor(o.param_groups[i]["lr"], o) for o, i in self._groups]
+        self._rate_values = [o.param_groups[i]["lr"] for o, i in self._groups]
+        self._fixed = [_hyperparameters(o.param_groups[i]) for o, i in self._groups]
+        self.watch_states()
+
+    def watch_states(self) -> None:
+        """Take note of the present state dictionaries; widen step counters."""
+        self._states = [o.state for o in self.optimizers]
+        for optimizer in self.optimizers:
+            for param, state in optimizer.state.items():
+                step = state.get("step")
+                if isinstance(step, Tensor) and (step.dtype != torch.float64 or step.device != param.device):
+                    state["step"] = step.to(device=param.device, dtype=torch.float64)
+
+    def states_replaced(self) -> bool:
+        """Whether an optimiser has other state dictionaries than at the trace, as after ``load_state_dict``."""
+        return any(o.state is not s for o, s in zip(self.optimizers, self._states, strict=True))
+
+    def hyperparameters_changed(self) -> bool:
+        """Whether anything but a learning rate was changed since the trace."""
+        try:
+            now = [_hyperparameters(o.param_groups[i]) for o, i in self._groups]
+        except IndexError:
+            return True
+        return now != self._fixed
+
+    def follow_rates(self) -> None:
+        """Copy learning rates that changed into the tensors the program reads."""
+        for i, (optimizer, group) in enumerate(self._groups):
+            rate = optimizer.param_groups[group]["lr"]
+            if rate is not self._rate_values[i]:
+                self._rate_values[i] = rate
+                self._rates[i].fill_(rate) if not isinstance(rate, Tensor) else self._rates[i].copy_(rate)
+            elif isinstance(rate, Tensor):
+                self._rates[i].copy_(rate)
+
+    def slots(self) -> dict[int, StateSlot]:
+        """State slots of learning rates and of every state tensor, by ``id``."""
+        slots: dict[int, StateSlot] = {}
+        for i, (rate, (optimizer, group)) in enumerate(zip(self._rates, self._groups, strict=True)):
+            place = self.optimizers.index(optimizer)
+            slots[id(rate)] = StateSlot.of(f"optimizer_{place}.lr_{group}", lambda i=i: self._rates[i], "optimizer")
+        for place, optimizer in enumerate(self.optimizers):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for number, param in enumerate(parameters):
+                slots.setdefault(
+                    id(param), StateSlot.of(f"optimizer_{place}.parameter_{number}", lambda p=param: p, "parameter")
+                )
+                for name, value in optimizer.state.get(param, {}).items():
+                    if isinstance(value, Tensor):
+                        read = _state_reader(optimizer, param, name)
+                        slots[id(value)] = StateSlot.of(f"optimizer_{place}.{name}_{number}", read, "optimizer")
+        return slots
+
+    @contextlib.contextmanager
+    def traceable(self) -> Iterator[None]:
+        """While tracing: learning rates are tensors, and an optimiser's step keeps its scalars as tensors."""
+        flag_before = torch.compiler._is_compiling_flag
+
+        def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            torch.compiler._is_compiling_flag = True
+
+        def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            torch.compiler._is_compiling_flag = flag_before
+
+        handles = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
+        for rate, (optimizer, group) in zip(self._rates, self._groups, strict=True):
+            optimizer.param_groups[group]["lr"] = rate
+        branching = [
+            group for o in self.optimizers for group in o.param_groups if type(o).__name__ in _BRANCH_ON_THE_STEP
+        ]
+        capturable = [group["capturable"] for group in branching]
+        for group in branching:
+            group["capturable"] = True
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = flag_before
+            for handle in handles:
+                handle.remove()
+            for group, value in zip(branching, capturable, strict=True):
+                group["capturable"] = value
+            for value, (optimizer, group) in zip(self._rate_values, self._groups, strict=True):
+                optimizer.param_groups[group]["lr"] = value
+
+
+def _state_reader(optimizer: Optimizer, param: Tensor, name: str) -> Any:
+    return lambda: optimizer.state[param][name]
+
+
+def _as_tensor(rate: Any, optimizer: Optimizer) -> Tensor:
+    device = optimizer.param_groups[0]["params"][0].device
+    return torch.as_tensor(rate, dtype=torch.float64).detach().clone().to(device)
+
+
+def _hyperparameters(group: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What the trace turns into constants: plain values, and which parameters the group holds."""
+    plain = [(k, v) for k, v in group.items() if k not in ("params", "lr", "initial_lr") and _is_plain(v)]
+    return [*plain, ("params", [id(p) for p in group["params"]])]
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (Number, str, tuple))

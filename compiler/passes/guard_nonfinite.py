@@ -1,0 +1,60 @@
+"""Keep every state tensor as it was when a result of an update is not finite."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graphrl.compiler.program import Port, Program
+
+__all__ = ["FINITE", "guard_nonfinite"]
+
+aten = torch.ops.aten
+
+FINITE = ("graphrl", "finite")
+"""Key of the added output: one flag per floating-point output, in order."""
+
+
+def guard_nonfinite(program: Program) -> Program:
+    """Write new state only where all floating-point outputs are finite; add the flags as a last output.
+
+    before   copy_(w, w_new);                           return (loss,)
+    after    ok = isfinite(loss);  copy_(w, where(ok, w_new, w));  return (loss, [ok])
+
+    So a NaN in a batch costs one update and an error, not the weights.
+    """
+    graph = program.copy_graph()
+    (output,) = (n for n in graph.nodes if n.op == "output")
+    writes = [n for n in graph.nodes if n.target is aten.copy_.default]
+    checked = [n for n in output.args[0] if n.meta["val"].is_floating_point()]
+    if not checked or not writes:
+        return program
+    with graph.inserting_before(writes[0]):
+        flags = []
+        for node in checked:
+            value = node.meta["val"]
+            magnitude = _call(graph, aten.abs.default, (node,), value)
+            flag = _call(
+                graph, aten.lt.Scalar, (magnitude, float("inf")), value.new_empty(value.shape, dtype=torch.bool)
+            )
+            if value.dim():
+                flag = _call(graph, aten.all.default, (flag,), value.new_empty((), dtype=torch.bool))
+            flags.append(flag)
+        ok = flags[0]
+        for flag in flags[1:]:
+            ok = _call(graph, aten.logical_and.default, (ok, flag), ok.meta["val"])
+        stacked = [_call(graph, aten.unsqueeze.default, (f, 0), f.meta["val"].new_empty(1)) for f in flags]
+        all_flags = _call(graph, aten.cat.default, (stacked,), ok.meta["val"].new_empty(len(flags)))
+        for write in writes:
+            old, new = write.args[:2]
+            kept = _call(graph, aten.where.self, (ok, new, old), new.meta["val"])
+            write.args = (old, kept)
+    output.args = ((*output.args[0], all_flags),)
+    flags_port = Port.of(FINITE, all_flags.meta["val"])
+    return program.with_graph(graph, outputs=(*program.outputs, flags_port))
+
+
+def _call(graph: fx.Graph, target: object, args: tuple[object, ...], value: torch.Tensor) -> fx.Node:
+    node = graph.call_function(target, args)  # type: ignore[arg-type]
+    node.meta["val"] = value
+    return node

@@ -1,0 +1,51 @@
+"""Every pass, in the order it runs, with the reason it stands there."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from graphrl.compiler.passes.eliminate_dead_code import eliminate_dead_code
+from graphrl.compiler.passes.fold_constants import fold_constants, freeze_state
+from graphrl.compiler.passes.fold_normalizer import fold_normalizer
+from graphrl.compiler.passes.merge_common_subexpressions import merge_common_subexpressions
+from graphrl.compiler.passes.remove_noops import remove_noops
+from graphrl.compiler.program import PassRecord, Program
+
+__all__ = ["DEPLOY", "LIVE", "run_passes"]
+
+Pass = Callable[[Program], Program]
+
+LIVE: tuple[Pass, ...] = (
+    remove_noops,  # first: an alias between two equal expressions would hide that they are equal
+    merge_common_subexpressions,  # before folding, so that each constant is computed once
+    fold_constants,  # literals only: weights must stay live
+    eliminate_dead_code,  # last: it removes what the others made unread
+)
+"""For programs whose weights go on changing."""
+
+DEPLOY: tuple[Pass, ...] = (
+    freeze_state,  # a robot's weights are constants: every later pass profits
+    *LIVE[:3],
+    fold_normalizer,  # after folding: the standard deviation, and W.T, must each be one constant
+    merge_common_subexpressions,  # two heads behind one normaliser now read the same source
+    eliminate_dead_code,
+)
+"""For a policy that leaves for a robot: weights become constants."""
+
+
+def run_passes(program: Program, *, deploy: bool = False) -> Program:
+    """Run the pipeline; the result's ``history`` holds each pass's name, time and node counts.
+
+    ``GRAPHRL_PASS_LIMIT=n`` stops after ``n`` passes, to find the one that breaks something.
+    """
+    limit = os.environ.get("GRAPHRL_PASS_LIMIT")
+    passes = (DEPLOY if deploy else LIVE)[: int(limit) if limit else None]
+    for step in passes:
+        before, start = program.node_count(), time.perf_counter()
+        program = step(program)
+        record = PassRecord(step.__name__, time.perf_counter() - start, before, program.node_count())
+        program = replace(program, history=(*program.history, record))
+    return program

@@ -1,0 +1,378 @@
+"""A whole training update as one program: losses, gradients, clipping, optimiser and target updates."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn.probabilistic import interaction_type
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphrl.compiler.compiled import Entry, LiveState, _StateChanged, lower_with_fallback
+from graphrl.compiler.lowering import lift_state, mark_mutated, module_slots, normalize
+from graphrl.compiler.optimizers import TracedOptimizers, record_optimizers
+from graphrl.compiler.passes.guard_nonfinite import FINITE, guard_nonfinite
+from graphrl.compiler.passes.lift_random import lift_random
+from graphrl.compiler.passes.pipeline import run_passes
+from graphrl.compiler.program import Port, Program
+from graphrl.compiler.trace import tracing
+from graphrl.compiler.undo import Undo
+from graphrl.compiler.verify import verify_lowered
+from graphrl.errors import KeyMissingError, NonFiniteError, ParityError, SpecError, TraceError
+from graphrl.keys import Key, encode_key, normalize_key
+from graphrl.progress import step_line
+
+__all__ = ["CompiledUpdate", "compile_update"]
+
+Metrics = Any
+
+
+def compile_update(
+    step: Callable[[TensorDictBase], Metrics],
+    example: TensorDictBase | None = None,
+    *,
+    backend: str = "inductor",
+    strict: bool = False,
+    verify: bool = True,
+) -> CompiledUpdate:
+    """Turn an eager training step into one compiled program.
+
+    step: ``step(batch) -> metrics``. Any eager code: losses, ``backward()``, ``clip_grad_norm_``, ``torch.optim``
+    steps, soft target updates. ``metrics`` is a dictionary or TensorDict of tensors, or ``None``.
+    example: a batch to compile for now; without it the first call compiles.
+
+        update = grl.compile_update(step)
+        metrics = update(batch)            # the whole batch
+        metrics = update(batch, index)     # rows batch[index], gathered inside the program; index: int64 [n]
+
+    Parameters, buffers and optimiser state stay the real tensors and are written in place, so ``state_dict``,
+    checkpoints and ``lr`` schedules go on working. Compiling runs the step a few times and puts everything back;
+    Python side effects of the step (counters, schedulers) are not part of a program: keep them outside. ``.grad`` is
+    left as it was. A non-finite metric raises :class:`NonFiniteError` and leaves parameters and optimiser state as
+    before the call. Raises :class:`TraceError` for code that branches on tensor values.
+    """
+    update = CompiledUpdate(step, backend=backend, strict=strict, verify=verify)
+    if example is not None:
+        update.warm_up(example)
+    return update
+
+
+class CompiledUpdate:
+    """The compiled form of an update function; see :func:`compile_update`."""
+
+    def __init__(self, step: Callable[..., Metrics], *, backend: str, strict: bool, verify: bool) -> None:
+        self.step, self.backend, self.strict, self.verify = step, backend, strict, verify
+        self.calls = 0
+        self.retraces: list[str] = []
+        self._entries: dict[Any, _UpdateEntry] = {}
+        self._last: _UpdateEntry | None = None
+
+    def __call__(self, batch: TensorDictBase, index: Tensor | None = None) -> Metrics:
+        entry = self._last
+        if entry is None or not entry.fits(batch, index):
+            entry = self._last = self._select(batch, index)
+        self.calls += 1
+        return entry.run(batch, index, self.calls)
+
+    def warm_up(self, batch: TensorDictBase, index: Tensor | None = None) -> CompiledUpdate:
+        """Compile for batches like ``batch`` (and indices like ``index``) without updating anything."""
+        self._last = self._select(batch, index)
+        return self
+
+    def entries(self) -> list[Entry]:
+        """The programs compiled so far, in order."""
+        return [entry.summary for entry in self._entries.values()]
+
+    def _select(self, batch: TensorDictBase, index: Tensor | None) -> _UpdateEntry:
+        if not isinstance(batch, TensorDictBase):
+            raise SpecError(f"the batch is a {type(batch).__name__}: expected a TensorDict")
+        for key, entry in list(self._entries.items()):
+            if entry.stale():
+                del self._entries[key]
+                self.retraces.append("hyperparameters or weights were replaced")
+            elif entry.fits(batch, index):
+                return entry
+        with step_line(f"compile update with {self.backend}"):
+            entry = _UpdateEntry(self, batch, index)
+        if self._entries:
+            self.retraces.append(entry.summary.reason)
+        self._entries[len(self._entries), entry.summary.reason] = entry
+        return entry
+
+
+class _UpdateEntry:
+    """One traced and lowered update, for one batch shape and one set of modes."""
+
+    def __init__(self, owner: CompiledUpdate, batch: TensorDictBase, index: Tensor | None) -> None:
+        start = time.perf_counter()
+        self.step = owner.step
+        self.batch_size = batch.batch_size
+        modules = find_modules(owner.step)
+        self._watched = [m for _, root in modules for m in root.modules()]
+        self._modes = self._present_modes()
+        keys = [normalize_key(k) for k in batch.keys(True, True) if isinstance(batch.get(k), Tensor)]
+        ports, tensors = _ports(batch, keys, index)
+        self.optimizers, program, self._metrics = self._trace(keys, tensors, index is not None, modules, ports)
+        program = guard_nonfinite(run_passes(program))
+        program = _drop_unread_inputs(program)
+        lowered, name, refusals = lower_with_fallback(program, owner.backend, owner.strict)
+        self.program, self._lowered = program, lowered
+        self._keys = [p.key for p in program.inputs if p.key != _INDEX]
+        self._takes_index = index is not None
+        self._signature = [(p.shape, p.dtype, p.device) for p in program.inputs]
+        self._live = LiveState(program)
+        parity = self._verify(batch, index, name) if owner.verify else None
+        given = ", ".join(str(p) for p in program.inputs)
+        seconds = time.perf_counter() - start
+        self.summary = Entry(program, name, refusals, seconds, f"first call with {given}", parity, self.run, False)
+
+    # ---- tracing
+
+    def _trace(
+        self,
+        keys: Sequence[Key],
+        tensors: Sequence[Tensor],
+        indexed: bool,
+        modules: Sequence[tuple[str, nn.Module]],
+        ports: tuple[Port, ...],
+    ) -> tuple[TracedOptimizers, Program, _MetricShape]:
+        shape = _MetricShape()
+
+        def run(*leaves: Tensor) -> tuple[Tensor, ...]:
+            td = TensorDict({}, batch_size=self.batch_size)
+            for key, leaf in zip(keys, leaves, strict=False):
+                td.set(key, leaf)
+            if indexed:
+                td = td[leaves[-1]]
+            return shape.flatten(self.step(td))
+
+        parameters = [p for _, root in modules for p in root.parameters()]
+        undo = Undo(parameters)
+        with record_optimizers() as found:
+            try:
+                with torch.enable_grad(), undo:
+                    run(*tensors)  # creates lazy optimiser state and tells which optimisers there are
+            finally:
+                undo.restore()
+        optimizers = TracedOptimizers(found)
+        grads_of = {id(p): p for p in parameters}
+        grads_of |= {id(p): p for o in found for g in o.param_groups for p in g["params"]}
+        undo = Undo(grads_of.values())
+        try:
+            with torch.enable_grad(), optimizers.traceable(), tracing("the update"), undo:
+                traced = make_fx(run)(*tensors)
+        finally:
+            undo.restore()
+        known = {**optimizers.slots(), **module_slots(modules)}
+        traced, slots = lift_state(traced, known)
+        _refuse_shared_storage(slots)
+        normal = normalize(traced, [*tensors, *(slot.read() for slot in slots)])
+        state = mark_mutated(normal.graph, len(tensors), slots)
+        outputs = shape.ports(normal)
+        return optimizers, lift_random(Program(normal, ports, outputs, state, name="update")), shape
+
+    # ---- checking
+
+    def _verify(self, batch: TensorDictBase, index: Tensor | None, backend: str) -> float:
+        """The lowered update against the eager step itself, then against float64 on fresh inputs."""
+        inputs = self._gather(batch, index)
+        rng = torch.get_rng_state()
+        arguments = self.program.arguments(inputs)
+        first = len(inputs)
+        clones = [t.detach().clone() if i >= first else t for i, t in enumerate(arguments)]
+        found = self._lowered(list(clones))
+        torch.set_rng_state(rng)
+        with torch.enable_grad(), Undo(self._grad_holders()) as undo:
+            td = batch.copy() if index is None else batch[index]
+            expected = _MetricShape().flatten(self.step(td))
+            after = [slot.read().detach().clone() for slot in self.program.state]
+        undo.restore()
+        names = [repr(p.key) for p in self.program.outputs if p.key != FINITE] + [
+            s.name for s in self.program.state if s.mutated
+        ]
+        pairs = list(zip(found, expected, strict=False))
+        pairs += [(clones[first + i], after[i]) for i, s in enumerate(self.program.state) if s.mutated]
+        for name, (got, want) in zip(names, pairs, strict=True):
+            error = _distance(got, want)
+            if not error <= (1e-6 if want.dtype == torch.float64 else 2e-2):
+                raise ParityError(
+                    f"the compiled update ({backend}) and the eager step disagree on {name} (relative error {error:.1e}): "
+                    "does the step depend on Python state that changes from call to call?"
+                )
+        return verify_lowered(self.program, self._lowered, backend, arguments)
+
+    def _grad_holders(self) -> list[Tensor]:
+        return [slot.read() for slot in self.program.state if slot.kind == "parameter"]
+
+    def _present_modes(self) -> list[Any]:
+        return [interaction_type(), [m.training for m in self._watched]]
+
+    def stale(self) -> bool:
+        """Whether the trace no longer describes the step: another hyperparameter, or replaced weights."""
+        return self.optimizers.hyperparameters_changed() or self._modes != self._present_modes()
+
+    def fits(self, batch: TensorDictBase, index: Tensor | None) -> bool:
+        """Whether this entry's program may run on the batch, now."""
+        if (index is not None) != self._takes_index or batch.batch_size != self.batch_size or self.stale():
+            return False
+        inputs = [batch.get(key, None) for key in self._keys]
+        if index is not None:
+            inputs.append(index)
+        return all(
+            t is not None and t.shape == shape and t.dtype is dtype and t.device == device
+            for t, (shape, dtype, device) in zip(inputs, self._signature, strict=True)
+        )
+
+    # ---- running
+
+    def _gather(self, batch: TensorDictBase, index: Tensor | None) -> list[Tensor]:
+        inputs = [batch.get(key) for key in self._keys]
+        if index is not None:
+            inputs.append(index)
+        return [t if t.is_contiguous() else t.contiguous() for t in inputs]
+
+    def run(self, batch: TensorDictBase, index: Tensor | None, call: int) -> Metrics:
+        """Update once; ``call`` numbers the update in an error."""
+        self.optimizers.follow_rates()
+        if self.optimizers.states_replaced():
+            self.optimizers.watch_states()
+        program = self.program
+        with torch.no_grad():
+            try:
+                state = self._live()
+            except _StateChanged as change:
+                raise TraceError(f"{change} since this update was compiled: compile it again") from None
+            outputs = self._lowered([*self._gather(batch, index), *state, *(n.draw() for n in program.noise)])
+        if program.outputs and program.outputs[-1].key == FINITE:
+            *outputs, flags = outputs
+            if not flags.all():
+                floats = [p.key for p in program.outputs[:-1] if p.dtype.is_floating_point]
+                bad = [encode_key(k) for k, ok in zip(floats, flags.tolist(), strict=True) if not ok]
+                raise NonFiniteError(
+                    f"update {call}: {', '.join(bad)} is NaN or infinite. Parameters and optimiser state are as before "
+                    "this call. Check the batch for NaN, and the learning rate"
+                )
+        return self._metrics.rebuild(outputs)
+
+
+_INDEX = ("graphrl", "index")
+
+
+class _MetricShape:
+    """Remembers what a step returns, to rebuild it from a program's plain outputs."""
+
+    def flatten(self, metrics: Metrics) -> tuple[Tensor, ...]:
+        self.keys: list[Key]
+        if metrics is None:
+            self.keys, self.kind = [], type(None)
+            return ()
+        if isinstance(metrics, TensorDictBase):
+            self.keys, self.kind = [normalize_key(k) for k in metrics.keys(True, True)], TensorDict
+            values = [metrics.get(k) for k in self.keys]
+        elif isinstance(metrics, dict):
+            self.keys, self.kind = list(metrics), dict
+            values = list(metrics.values())
+        else:
+            raise TraceError(f"the step returns a {type(metrics).__name__}: expected a dict or TensorDict of tensors")
+        for key, value in zip(self.keys, values, strict=True):
+            if not isinstance(value, Tensor):
+                raise TraceError(f"metric {key!r} is a {type(value).__name__}: return the tensor itself, not .item()")
+        return tuple(v.detach() for v in values)
+
+    def ports(self, traced: Any) -> tuple[Port, ...]:
+        (output,) = (n for n in traced.graph.nodes if n.op == "output")
+        return tuple(Port.of(k, n.meta["val"]) for k, n in zip(self.keys, output.args[0], strict=True))
+
+    def rebuild(self, outputs: Iterable[Tensor]) -> Metrics:
+        if self.kind is type(None):
+            return None
+        values = dict(zip(self.keys, outputs, strict=True))
+        return values if self.kind is dict else TensorDict(values, batch_size=[])
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """Relative distance in the Euclidean norm: a first optimiser step amplifies rounding in single entries."""
+    a, b = found.double(), expected.double()
+    return float((a - b).norm() / b.norm().clamp_min(1e-12)) if a.numel() else 0.0
+
+
+def find_modules(step: Callable[..., Any]) -> list[tuple[str, nn.Module]]:
+    """Modules a function can reach through its closure, its globals or its object, with the names it knows them by."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+
+    def note(name: str, value: Any, deep: bool = True) -> None:
+        if isinstance(value, nn.Module):
+            found.setdefault(id(value), (name, value))
+        elif inspect.isfunction(value) and value is not step and deep:
+            for inner, module in find_modules(value) if value.__closure__ else ():
+                note(inner, module)
+        elif isinstance(value, (list, tuple)) and deep:
+            for i, item in enumerate(value):
+                note(f"{name}.{i}", item, deep=False)
+        elif isinstance(value, dict) and deep:
+            for key, item in value.items():
+                note(f"{name}.{key}", item, deep=False)
+
+    function = step
+    while hasattr(function, "func"):  # functools.partial
+        for name, value in (*function.keywords.items(), *((f"argument_{i}", a) for i, a in enumerate(function.args))):
+            note(name, value)
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if owner is not None:
+        note("self", owner)
+        for name, value in vars(owner).items():
+            note(name, value)
+    function = getattr(function, "__func__", function)
+    if not inspect.isfunction(function) and hasattr(function, "__call__"):
+        for name, value in getattr(function, "__dict__", {}).items():
+            note(name, value)
+        function = getattr(type(function).__call__, "__func__", type(function).__call__)
+    if inspect.isfunction(function):
+        variables = inspect.getclosurevars(function)
+        for name, value in (*variables.nonlocals.items(), *variables.globals.items()):
+            note(name, value)
+    return list(found.values())
+
+
+def _ports(batch: TensorDictBase, keys: Sequence[Key], index: Tensor | None) -> tuple[tuple[Port, ...], list[Tensor]]:
+    tensors = [batch.get(k).detach().contiguous() for k in keys]
+    ports = [Port.of(k, t) for k, t in zip(keys, tensors, strict=True)]
+    if index is not None:
+        if index.dtype != torch.int64:
+            raise SpecError(f"index is {index.dtype} {list(index.shape)}: expected int64 row numbers")
+        tensors.append(index)
+        ports.append(Port.of(_INDEX, index))
+    if not keys:
+        raise KeyMissingError("the batch has no tensors")
+    return tuple(ports), tensors
+
+
+def _drop_unread_inputs(program: Program) -> Program:
+    """A program whose signature has only the batch entries that the update reads (the index always stays)."""
+    graph = program.copy_graph()
+    places = [n for n in graph.nodes if n.op == "placeholder"]
+    kept = []
+    for port, node in zip(program.inputs, places, strict=False):
+        if node.users or port.key == _INDEX:
+            kept.append(port)
+        else:
+            graph.erase_node(node)
+    return program.with_graph(graph, inputs=tuple(kept))
+
+
+def _refuse_shared_storage(slots: Sequence[Any]) -> None:
+    seen: dict[int, str] = {}
+    for slot in slots:
+        pointer = slot.read().untyped_storage()._cdata
+        if pointer in seen and slot.read().numel():
+            raise TraceError(
+                f"{slot.name} and {seen[pointer]} share memory; a program that writes one of them cannot keep them "
+                "apart: clone one, or pass one tensor under one name"
+            )
+        seen[pointer] = slot.name

@@ -1,0 +1,117 @@
+"""Check a lowered program against the interpreter, in float64, before its first use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphrl.compiler.backends.base import Lowered
+from graphrl.compiler.program import Program
+from graphrl.errors import ParityError
+
+__all__ = ["float64_reference", "relative_error", "verify_lowered"]
+
+# 64 units in the last place; more for float64, whose eager result is the reference itself and so shows no error
+_ROUNDING = {torch.float64: 1e-12, torch.float32: 7.7e-6, torch.bfloat16: 0.5, torch.float16: 6.3e-2}
+
+
+def verify_lowered(program: Program, lowered: Lowered, backend: str, arguments: Sequence[Tensor]) -> float:
+    """Run ``lowered`` and the interpreter on fresh inputs near the example; return the largest relative error.
+
+    Each result, outputs and written state alike, may be no farther from the float64 interpreter than eager in the
+    program's own dtype is, times 8, plus a fixed rounding allowance. The caller's tensors are untouched.
+    Raises :class:`ParityError` naming the backend and the first key that differs.
+    """
+    generator = torch.Generator().manual_seed(0)
+    n_in = len(program.inputs)
+    fresh = [_vary(t, generator) if i < n_in else t.detach().clone() for i, t in enumerate(arguments)]
+    reference = _run_reference(program, fresh)
+    eager = _results(program, program.graph_module, [t.clone() for t in fresh])
+    found = _results(program, lambda *values: lowered(list(values)), [t.clone() for t in fresh])
+    worst = 0.0
+    for name, ref, own, got in zip(_result_names(program), reference, eager, found, strict=True):
+        allowed = 8 * relative_error(own, ref) + _ROUNDING.get(own.dtype, 0.0)
+        error = relative_error(got, ref)
+        worst = max(worst, error)
+        if got.shape != own.shape or got.dtype != own.dtype or not error <= allowed:
+            raise ParityError(
+                f"{backend} computes {name} of {program.name} wrongly: {got.dtype} {list(got.shape)} with relative error "
+                f"{error:.2e} against float64 (eager {own.dtype} {list(own.shape)}: {relative_error(own, ref):.2e}). "
+                "Use backend='eager' and report this program: print(grl.trace(...))"
+            )
+    return worst
+
+
+def float64_reference(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The program's outputs computed in float64: float32 inputs and state widened, every operation in double."""
+    arguments = program.arguments(inputs)
+    return tuple(_run_reference(program, arguments)[: len(program.outputs)])
+
+
+def relative_error(found: Tensor, reference: Tensor) -> float:
+    """Largest error of ``found`` relative to the scale of ``reference``; equal NaN and infinities count as equal.
+
+    ``max|found - reference| / max(1e-30, max|reference|)`` over finite entries; infinite when finiteness differs.
+    """
+    if found.shape != reference.shape:
+        return float("inf")
+    if found.numel() == 0:
+        return 0.0
+    if not found.is_floating_point():
+        return 0.0 if torch.equal(found, reference.to(found.dtype)) else float("inf")
+    a, b = found.double(), reference.double()
+    special = ~torch.isfinite(b)
+    if not torch.equal(a[special].nan_to_num(), b[special].nan_to_num()) or not torch.isfinite(a[~special]).all():
+        return float("inf")
+    a, b = a[~special], b[~special]
+    if a.numel() == 0:
+        return 0.0
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+
+
+def _vary(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """A tensor like ``tensor`` but not equal to it, inside its range; integers and flags are kept."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return tensor.detach().clone()
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
+    wide = tensor.detach().double()
+    low, high = wide.min(), wide.max()
+    if not bool(low < high):  # a constant example (all zeros, say) tells nothing of the range
+        return (wide + 0.5 * noise.abs()).to(tensor.dtype)
+    return (wide + 0.1 * (high - low) * noise).clamp(low, high).to(tensor.dtype)
+
+
+def _results(program: Program, run: Any, arguments: list[Tensor]) -> list[Tensor]:
+    """Outputs, then the values of the state the run wrote."""
+    with torch.no_grad():
+        outputs = [t.detach().clone() for t in run(*arguments)]
+    first = len(program.inputs)
+    return outputs + [arguments[first + i] for i, slot in enumerate(program.state) if slot.mutated]
+
+
+def _result_names(program: Program) -> list[str]:
+    return [repr(p.key) for p in program.outputs] + [slot.name for slot in program.state if slot.mutated]
+
+
+def _run_reference(program: Program, arguments: Sequence[Tensor]) -> list[Tensor]:
+    wide = [t.detach().to(torch.float64 if t.is_floating_point() else t.dtype, copy=True) for t in arguments]
+    return _results(program, _Float64(program.graph_module).run, wide)
+
+
+class _Float64(fx.Interpreter):
+    """Interprets a program with every floating dtype in it replaced by float64."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = _widened(args), {k: _widened(v) for k, v in kwargs.items()}
+        return super().call_function(target, args, kwargs)
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_widened(v) for v in value)
+    return value
