@@ -1,4 +1,4 @@
-"""From a raw ``make_fx`` trace to a program's normal form: state lifted to placeholders, mutation made explicit, core ATen.
+"""From a raw ``make_fx`` trace to a program's normal form: lifted state, explicit writes, core ATen operations.
 
 torch's private tracing calls live here and in ``trace.py``. Checked with torch 2.11 and 2.13.
 """

@@ -44,8 +44,8 @@ def record_optimizers() -> Iterator[list[Optimizer]]:
         for group in optimizer.param_groups:
             if group.get("momentum") and group.get("dampening"):
                 raise TraceError(
-                    f"{type(optimizer).__name__} with momentum and dampening starts its momentum by another rule than it "
-                    "continues with: take one eager step before the first compiled one"
+                    f"{type(optimizer).__name__} with momentum and dampening starts its momentum by another rule "
+                    "than it continues with: take one eager step before the first compiled one"
                 )
         for state in optimizer.state.values():
             if isinstance(state.get("momentum_buffer"), Tensor):

@@ -1,4 +1,4 @@
-"""A program: one flat graph of core ATen operations with a keyed signature. No TensorDict and no Python is left in it."""
+"""A program: one flat graph of core ATen operations with a keyed signature, free of TensorDict and Python."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def _name(graph: Any) -> str:
 
 
 class _ScalarTensors(TorchFunctionMode):
-    """Lets optimiser arithmetic take 0-d tensors where ATen wants numbers: ``p.add_(g, alpha=lr)`` with ``lr`` a tensor.
+    """Lets optimiser arithmetic take 0-d tensors where ATen wants numbers: ``p.add_(g, alpha=lr)``, ``lr`` a tensor.
 
     Eager would call ``.item()`` there, which would freeze the learning rate into the program.
     """

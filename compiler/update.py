@@ -201,8 +201,8 @@ class _UpdateEntry:
             error = _distance(got, want)
             if not error <= (1e-6 if want.dtype == torch.float64 else 2e-2):
                 raise ParityError(
-                    f"the compiled update ({backend}) and the eager step disagree on {name} (relative error {error:.1e}): "
-                    "does the step depend on Python state that changes from call to call?"
+                    f"the compiled update ({backend}) and the eager step disagree on {name} "
+                    f"(relative error {error:.1e}): does it depend on Python state that changes from call to call?"
                 )
         return verify_lowered(self.program, self._lowered, backend, arguments)
 
@@ -329,7 +329,7 @@ def find_modules(step: Callable[..., Any]) -> list[tuple[str, nn.Module]]:
         for name, value in vars(owner).items():
             note(name, value)
     function = getattr(function, "__func__", function)
-    if not inspect.isfunction(function) and hasattr(function, "__call__"):
+    if not inspect.isfunction(function) and callable(function):
         for name, value in getattr(function, "__dict__", {}).items():
             note(name, value)
         function = getattr(type(function).__call__, "__func__", type(function).__call__)

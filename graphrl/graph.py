@@ -21,7 +21,7 @@ from torch import nn
 from graphrl.errors import GraphError, GraphRLError, KeyMissingError, did_you_mean
 from graphrl.keys import DISCARD, Key, encode_key, normalize_key, normalize_keys
 
-__all__ = ["KeyVersion", "KeyedGraph"]
+__all__ = ["KeyVersion", "KeyedGraph", "node_error"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class KeyedGraph(TensorDictModuleBase):
             except GraphRLError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
-                raise _node_error(self, name, node, scratch, error) from error
+                raise node_error(self, name, node, scratch, error) from error
         if scratch is not tensordict:
             for key in self.out_keys:
                 tensordict.set(key, scratch.get(key))
@@ -99,8 +99,8 @@ class KeyedGraph(TensorDictModuleBase):
     def get_dist(self, tensordict: TensorDictBase) -> torch.distributions.Distribution:
         """The action distribution of the last probabilistic node, from the batch; the batch is left as it was."""
         scratch = tensordict.copy()
-        for node in self.flat_nodes():
-            if hasattr(node, "get_dist"):
+        for node in self.nodes.values():
+            if _has_distribution(node):
                 return node.get_dist(scratch)
             node(scratch)
         raise GraphError(f"no node of this graph has a distribution; its nodes are {_names(self)}")
@@ -214,6 +214,12 @@ class _Renamed(TensorDictModuleBase):
             tensordict.set(outside, inner.get(inside))
         return tensordict
 
+    def get_dist(self, tensordict: TensorDictBase) -> torch.distributions.Distribution:
+        inner = tensordict.empty()
+        for inside, outside in zip(self.graph.in_keys, self.in_keys, strict=True):
+            inner.set(inside, tensordict.get(outside))
+        return self.graph.get_dist(inner)
+
 
 class _Dataflow:
     """Key versions along a list of nodes: what is read from outside, what is written, and which write feeds whom."""
@@ -254,6 +260,12 @@ class _Dataflow:
                         f"{kv.key!r} and nobody reads the first value: give one of them another out_key, "
                         f"or '{DISCARD}' to throw its value away"
                     )
+
+
+def _has_distribution(node: nn.Module) -> bool:
+    if isinstance(node, KeyedGraph):
+        return any(_has_distribution(inner) for inner in node.nodes.values())
+    return _has_distribution(node.graph) if isinstance(node, _Renamed) else hasattr(node, "get_dist")
 
 
 def _as_node(node: Any, index: int) -> TensorDictModuleBase:
@@ -413,9 +425,10 @@ def _missing(graph: KeyedGraph, key: Key, tensordict: TensorDictBase) -> KeyMiss
     )
 
 
-def _node_error(
+def node_error(
     graph: KeyedGraph, name: str, node: nn.Module, tensordict: TensorDictBase, error: Exception
 ) -> GraphError:
+    """The error for a node that failed: which node, what it read with shapes and dtypes, and what it said."""
     where = f"node {name} ({_describe(node)}) of a graph with in_keys {graph.in_keys}"
     reads = _shapes(tensordict, normalize_keys(node.in_keys))
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

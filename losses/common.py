@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase, dispatch
 from torch import Tensor, nn
 
 from graphrl.errors import GraphError, GraphRLError, SpecError, did_you_mean
-from graphrl.graph import KeyedGraph, _node_error
+from graphrl.graph import KeyedGraph, node_error
 from graphrl.keys import Key, normalize_key, normalize_keys
 
 __all__ = ["LossGraph", "LossTerm", "SettableKeys", "require_same_shape", "value_key_of"]
@@ -183,7 +183,7 @@ class LossGraph(SettableKeys):
             except GraphRLError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
-                raise _node_error(self, name, node, _as_tensordict(batch, terms), error) from error
+                raise node_error(self, name, node, _as_tensordict(batch, terms), error) from error
         result = TensorDict({}, batch_size=[])
         for key in self.out_keys:
             result.set(key, terms[key] if key in terms else batch.get(key))

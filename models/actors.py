@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import InteractionType, ProbabilisticTensorDictModule
 from torch import Tensor, nn
 from torch.distributions import Distribution
@@ -71,6 +72,14 @@ class Actor(KeyedGraph):
                 default_interaction_type=default_interaction_type,
             ),
         )
+
+    def get_dist(self, tensordict: TensorDictBase) -> Distribution:
+        """The action distribution of a batch, which is left as it was."""
+        scratch = tensordict.copy()
+        *network, sampler = self  # by position: a network node may be a graph with hidden keys of its own
+        for node in network:
+            node(scratch)
+        return sampler.get_dist(scratch)
 
 
 class GaussianActor(Actor):

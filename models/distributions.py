@@ -79,7 +79,7 @@ class Categorical(TorchCategorical):
         P(a = k) = exp(logits_k) / sum_j exp(logits_j)
 
     ``logits``: [*B, K]. Samples [*B] int64, ``log_prob`` and ``entropy`` [*B] in nats, gradient to ``logits``. Raises
-    ``ValueError`` for a NaN or infinite logit, unless ``validate_args`` is off.
+    ``ValueError`` for a NaN logit, unless ``validate_args`` is off.
     """
 
     arg_constraints = {

@@ -13,7 +13,7 @@ from graphrl.compiler.program import Program
 __all__ = ["Backend", "Lowered", "Refusal"]
 
 Lowered = Callable[[list[Tensor]], Sequence[Tensor]]
-"""A lowered program: takes every placeholder's value (inputs, state, draws) in one list, returns the outputs in order."""
+"""A lowered program: takes the values of all placeholders (inputs, state, draws) in one list, returns the outputs."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ __all__ = ["eliminate_dead_code"]
 
 
 def eliminate_dead_code(program: Program) -> Program:
-    """Remove operations whose results reach neither an output nor a state write, and the state and draws only they read.
+    """Remove operations whose results reach no output and no state write, with the state and draws only they read.
 
     before   a = x @ w;  b = x @ v;  return a        state: w, v
     after    a = x @ w;              return a        state: w

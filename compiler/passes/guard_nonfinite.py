@@ -34,9 +34,8 @@ def guard_nonfinite(program: Program) -> Program:
         for node in checked:
             value = node.meta["val"]
             magnitude = _call(graph, aten.abs.default, (node,), value)
-            flag = _call(
-                graph, aten.lt.Scalar, (magnitude, float("inf")), value.new_empty(value.shape, dtype=torch.bool)
-            )
+            like = value.new_empty(value.shape, dtype=torch.bool)
+            flag = _call(graph, aten.lt.Scalar, (magnitude, float("inf")), like)
             if value.dim():
                 flag = _call(graph, aten.all.default, (flag,), value.new_empty((), dtype=torch.bool))
             flags.append(flag)

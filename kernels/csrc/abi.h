@@ -1,6 +1,8 @@
 // What every kernel's C++ shares: export, inlining and instruction-set macros.
 #pragma once
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 
 #define GRL_EXPORT extern "C" __attribute__((visibility("default")))
 // Bodies are written once and inlined into one wrapper per instruction set, hence "always".
@@ -21,10 +23,14 @@ namespace grl {
 
 enum class Isa { base, avx2, avx512 };
 
+// GRAPHRL_ISA=base or avx2 asks for less than the machine has, so that one machine can test every version.
 inline Isa detect_isa() {
 #if GRL_X86
+    const char* asked = std::getenv("GRAPHRL_ISA");
+    if (asked && !std::strcmp(asked, "base")) return Isa::base;
     __builtin_cpu_init();
     const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+    if (v3 && asked && !std::strcmp(asked, "avx2")) return Isa::avx2;
     if (v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq"))
         return Isa::avx512;

@@ -10,6 +10,17 @@
 
 namespace grl {
 
+template <int Bytes>
+struct Unsigned;
+template <>
+struct Unsigned<4> {
+    typedef uint32_t type;
+};
+template <>
+struct Unsigned<8> {
+    typedef uint64_t type;
+};
+
 template <class T, int W>
 struct Vec;
 template <>
@@ -32,6 +43,17 @@ struct Vec<double, 2> {
     typedef double type __attribute__((vector_size(16)));
     typedef int64_t mask __attribute__((vector_size(16)));
 };
+
+// x, or zero where `stop` is set: by its bits, because compilers sink the load under a branch and give up on SIMD.
+template <class T>
+GRL_INLINE T zero_where(bool stop, T x) {
+    using Bits = typename Unsigned<sizeof(T)>::type;
+    Bits bits;
+    std::memcpy(&bits, &x, sizeof x);
+    bits &= Bits(stop) - Bits(1);
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
 
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
@@ -143,7 +165,7 @@ GRL_INLINE void scan_one_row(T* d, T* c, int64_t n, T& carry) {
     for (int s = 0; s < W; ++s) {
         T* ds = d + (Reverse ? W - 1 - s : s) * n;
         const T* cs = c + (Reverse ? W - 1 - s : s) * n;
-        for (int64_t k = 0; k < n; ++k) ds[k] += cs[k] != T(0) ? cs[k] * carry : T(0);
+        for (int64_t k = 0; k < n; ++k) ds[k] += zero_where(cs[k] == T(0), cs[k] * carry);
         carry = Reverse ? ds[0] : ds[n - 1];
     }
 }

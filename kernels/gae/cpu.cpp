@@ -42,9 +42,9 @@ struct Forward : Shape<T> {
         const uint8_t *e = done + at, *f = terminated + at;
         const T g0 = gamma0, c0 = gamma0 * lmbda0;
         for (int64_t k = 0; k < n; ++k) {
-            const T next = w[k], y = PerStep ? g[k] : g0, z = PerStep ? y * l[k] : c0;
-            d[k] = r[k] + y * (f[k] ? T(0) : next) - v[k];
-            c[k] = (e[k] | f[k]) ? T(0) : z;
+            const T y = PerStep ? g[k] : g0, z = PerStep ? y * l[k] : c0;
+            d[k] = r[k] + y * zero_where(f[k] != 0, w[k]) - v[k];
+            c[k] = zero_where((e[k] | f[k]) != 0, z);
         }
     }
 
@@ -81,7 +81,7 @@ struct Backward : Shape<T> {
         for (int64_t k = 0; k < first; ++k) c[k] = T(0);
         for (int64_t k = first; k < n; ++k) {
             const T z = PerStep ? gamma[from + k] * lmbda[from + k] : c0;
-            c[k] = (done[from + k] | terminated[from + k]) ? T(0) : z;
+            c[k] = zero_where((done[from + k] | terminated[from + k]) != 0, z);
         }
     }
 
@@ -95,7 +95,7 @@ struct Backward : Shape<T> {
             const T product = (PerStep ? g[k] : g0) * d[k];
             r[k] = d[k];
             v[k] = y[k] - d[k];
-            w[k] = f[k] ? T(0) : product;
+            w[k] = zero_where(f[k] != 0, product);
         }
         if (grad_gamma) finish_coefficients<PerStep>(at, n, d);
     }
@@ -161,7 +161,7 @@ GRL_INLINE void run_columns(const P& p, int64_t task) {
         const int64_t t = P::reverse ? p.steps - 1 - s : s;
         const int64_t at = (task / per_outer * p.steps + t) * p.inner + first;
         p.template fill<PerStep>(at, n, d, c);
-        for (int64_t k = 0; k < n; ++k) x[k] = d[k] + (c[k] != T(0) ? c[k] * x[k] : T(0));
+        for (int64_t k = 0; k < n; ++k) x[k] = d[k] + zero_where(c[k] == T(0), c[k] * x[k]);
         p.template finish<PerStep>(at, n, x);
     }
 }

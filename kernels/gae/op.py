@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphrl.errors import require_extra
 from graphrl.kernels._checks import (
     as_coefficient,
     as_flag,
@@ -15,7 +17,7 @@ from graphrl.kernels._checks import (
     check_time_dim,
     common_float_dtype,
 )
-from graphrl.kernels._eager import plain_eager
+from graphrl.kernels._eager import inside_transform, plain_eager
 from graphrl.kernels._lib import lib as _native
 
 __all__ = ["gae"]
@@ -67,7 +69,7 @@ def gae(
     time_dim = check_time_dim("gae", reward, time_dim)
     dtype = common_float_dtype("gae", reward=reward, value=value, next_value=next_value)
     reward, value, next_value = reward.to(dtype), value.to(dtype), next_value.to(dtype)
-    return torch.ops.graphrl.gae(
+    return _apply(
         reward,
         value,
         next_value,
@@ -105,9 +107,10 @@ def _direct_kernel(reward: Tensor, value: Tensor, next_value: Tensor, done: Tens
 
 def _extents(shape: torch.Size, time_dim: int) -> tuple[int, int, int, int]:
     """outer, steps, inner and the number of threads that this much work is worth."""
-    time_dim %= len(shape)
-    outer, steps, inner = prod(shape[:time_dim]), shape[time_dim], prod(shape[time_dim + 1 :])
-    size = outer * steps * inner
+    steps = shape[time_dim]
+    inner = shape[-1] if time_dim == -2 else prod(shape[time_dim % len(shape) + 1 :])
+    size = shape.numel()
+    outer = size // (steps * inner)
     threads = 1 if size < 2 * _PER_THREAD else min(size // _PER_THREAD, torch.get_num_threads())
     return outer, steps, inner, threads
 
@@ -208,34 +211,23 @@ def _finish_backward(grads: list[Tensor], dtype: torch.dtype, gamma: Tensor, lmb
 # --- CUDA: triton is imported by the first call, so that importing graphrl does not need it ---
 
 
+@cache
+def _triton() -> Any:
+    require_extra("triton", "triton")
+    from graphrl.kernels.gae import triton
+
+    return triton
+
+
 def _gae_cuda(*args: Any) -> tuple[Tensor, Tensor]:
-    from graphrl.errors import require_extra
-
-    require_extra("triton", "triton")
-    from graphrl.kernels.gae.triton import gae_forward
-
-    return gae_forward(*args)
+    with torch.cuda.device_of(args[0]):
+        return _triton().gae_forward(*args)
 
 
-def _gae_backward_cuda(
-    grad_advantage: Tensor,
-    grad_value_target: Tensor,
-    next_value: Tensor,
-    advantage: Tensor,
-    done: Tensor,
-    terminated: Tensor,
-    gamma: Tensor,
-    lmbda: Tensor,
-    time_dim: int,
-    coefficients: bool,
-) -> tuple[Tensor, ...]:
-    from graphrl.errors import require_extra
-
-    require_extra("triton", "triton")
-    from graphrl.kernels.gae.triton import gae_backward
-
-    tensors = (grad_advantage, grad_value_target, next_value, advantage, done, terminated, gamma, lmbda)
-    return _finish_backward(gae_backward(*tensors, time_dim, coefficients), grad_advantage.dtype, gamma, lmbda)
+def _gae_backward_cuda(*args: Any) -> tuple[Tensor, ...]:
+    with torch.cuda.device_of(args[0]):
+        grads = _triton().gae_backward(*args)
+        return _finish_backward(grads, args[0].dtype, args[6], args[7])
 
 
 # --- shape rules ---
@@ -298,7 +290,7 @@ def _differentiable_backward(
     g, l = (x if x.dim() == 0 else x.roll(1, time_dim).flip(time_dim) for x in (gamma, lmbda))  # noqa: E741
     total = (grad_advantage + grad_value_target).flip(time_dim)
     none = torch.zeros_like(total)
-    total = torch.ops.graphrl.gae(total, none, none, earlier, earlier, g, l, time_dim)[0].flip(time_dim)
+    total = _apply(total, none, none, earlier, earlier, g, l, time_dim)[0].flip(time_dim)
     dtype = grad_advantage.dtype
     grads = [total, grad_value_target - total, torch.where(terminated, zero, (gamma * total).to(dtype))]
     if coefficients:
@@ -327,7 +319,7 @@ def _gae_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[A
         x if d is None and x.dim() == 0 else _to_front(x, d, info.batch_size, rank).expand(data[0].shape)
         for x, d in zip(tensors[5:], in_dims[5:7], strict=True)
     ]
-    return torch.ops.graphrl.gae(*data, *scalars, time_dim), (0, 0)
+    return _apply(*data, *scalars, time_dim), (0, 0)
 
 
 def _gae_backward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
@@ -341,6 +333,22 @@ def _gae_backward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -
         return (*three, g, l), (0, 0, 0, None, None)
     g, l = (x.flatten(1).sum(1) if r == 0 else x for x, r in zip((g, l), ranks[6:], strict=True))  # noqa: E741
     return (*three, g, l), (0,) * 5
+
+
+class _Transformable(torch.autograd.Function):
+    """The operator for ``torch.func``: grad, vmap and their compositions."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return torch.ops.graphrl.gae(*args)
+
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_backward)
+    vmap = staticmethod(_gae_vmap)
+
+
+def _apply(*args: Any) -> tuple[Tensor, Tensor]:
+    return _Transformable.apply(*args) if inside_transform() else torch.ops.graphrl.gae(*args)
 
 
 # --- registration ---

@@ -63,7 +63,7 @@ def _forward_kernel(
     blocks = tl.cdiv(steps, TIME)
     for i in range(blocks):
         t = (blocks - 1 - i) * TIME + lane
-        at, live = base + t * time_stride, row_live & (t < steps)
+        at, live = base + t.to(tl.int64) * time_stride, row_live & (t < steps)
         over = _over(done, terminated, at, live)
         ended = tl.load(terminated + at, mask=live, other=1) != 0
         g, l = _coefficient(gamma, at, live, GAMMA), _coefficient(lmbda, at, live, LMBDA)  # noqa: E741
@@ -91,7 +91,7 @@ def _backward_kernel(
     carry = tl.zeros((ROWS, 1), dtype=ACC)
     for i in range(tl.cdiv(steps, TIME)):
         t = i * TIME + lane
-        at, live = base + t * time_stride, row_live & (t < steps)
+        at, live = base + t.to(tl.int64) * time_stride, row_live & (t < steps)
         before, has_before = at - time_stride, live & (t > 0)
         g0, l0 = _coefficient(gamma, before, has_before, GAMMA), _coefficient(lmbda, before, has_before, LMBDA)
         over = _over(done, terminated, before, has_before)

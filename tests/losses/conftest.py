@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -8,8 +8,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def fresh_torch() -> Iterator[None]:
+    """A fixed seed, and torch's own default for argument checks, which importing torchrl switches off."""
     torch.manual_seed(0)
+    checked = Distribution._validate_args
+    Distribution.set_default_validate_args(True)
+    yield
+    Distribution.set_default_validate_args(checked)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributions import Categorical
 
 from graphrl.errors import GraphError
+from graphrl.graph import KeyedGraph
 from graphrl.models import (
     Actor,
     CategoricalActor,
@@ -119,6 +120,13 @@ def test_takes_a_network_of_ones_own():
     )
     td = actor(TensorDict(pixels=torch.randn(5, 3), batch_size=[5]))
     assert actor.out_keys == ["hidden", "scores", "move", "move_log_prob"] and td["move"].dtype == torch.int64
+
+
+def test_a_network_may_be_a_graph_with_hidden_keys():
+    layers = (nn.Linear(3, 8), ["observation"], ["hidden"]), (nn.Linear(8, 4), ["hidden"], ["logits"])
+    actor = Actor(KeyedGraph(*layers, out_keys=["logits"]), distribution_class=Categorical, dist_keys=["logits"])
+    td = actor(batch(5))
+    assert "hidden" not in td.keys() and torch.equal(actor.get_dist(td).log_prob(td["action"]), td["action_log_prob"])
 
 
 def test_parameters_nobody_writes_are_refused():

@@ -58,14 +58,15 @@ class Generated:
         return "\n\n".join(part for part in (self.helpers, self.tables, self.function) if part) + "\n"
 
 
-def generate(program: Program, *, embed: bool, name: str = "run") -> Generated:
+def generate(program: Program, *, embed: bool, name: str = "run", scratch: str = "") -> Generated:
     """Generate ``static void name(...)`` for ``program``.
 
     embed: write state that the program does not change into the text as constants (for a robot). Otherwise every
     state tensor is a pointer parameter, read in PyTorch's own layout at each call, so weights stay live.
+    scratch: storage class of the scratch arrays; on the stack by default.
     Raises :class:`Unsupported` naming the operation and node that generated C does not cover.
     """
-    return Emitter(program, embed).run(name)
+    return Emitter(program, embed).run(name, scratch)
 
 
 class Emitter:
@@ -155,7 +156,7 @@ class Emitter:
 
     # ---- the walk
 
-    def run(self, name: str) -> Generated:
+    def run(self, name: str, storage: str) -> Generated:
         places = self.program.placeholders()
         self._bind_placeholders(places)
         writes: list[tuple[View, fx.Node]] = []
@@ -174,7 +175,7 @@ class Emitter:
                 self._finish(node, writes)
             elif node.op != "placeholder":
                 raise Unsupported(f"{node.op} {node.target} is not an ATen operation", node)
-        return self._print(name)
+        return self._print(name, storage)
 
     def _bind_placeholders(self, places: list[fx.Node]) -> None:
         program = self.program
@@ -268,10 +269,10 @@ class Emitter:
         for (target, _), source in zip(writes, sources, strict=True):
             self.copy(target, source.expand(target.shape))
 
-    def _print(self, name: str) -> Generated:
+    def _print(self, name: str, storage: str) -> Generated:
         scratch = {b: C_TYPES[b.dtype] for s in self.steps for b in (*s.reads, *s.writes) if b.kind == "scratch"}
         layout = plan(self.steps, scratch)
-        body = _scratch_lines(layout, scratch)
+        body = _scratch_lines(layout, scratch, storage)
         for step in self.steps:
             body += step.lines
         used = {b for s in self.steps for b in (*s.reads, *s.writes)}
@@ -301,9 +302,9 @@ def _joined(parameters: list[str]) -> list[str]:
     return [f"    {p}{',' if i < len(parameters) - 1 else ''}" for i, p in enumerate(parameters)]
 
 
-def _scratch_lines(layout: Layout, types: dict[Buffer, str]) -> list[str]:
+def _scratch_lines(layout: Layout, types: dict[Buffer, str], storage: str) -> list[str]:
     names = {"float": "scratch", "int64_t": "scratch_i64", "int32_t": "scratch_i32", "unsigned char": "scratch_u8"}
-    lines = [f"{kind} {names[kind]}[{size}];" for kind, size in sorted(layout.sizes.items())]
+    lines = [f"{storage}{kind} {names[kind]}[{size}];" for kind, size in sorted(layout.sizes.items())]
     for buffer, offset in layout.offsets.items():
         kind = types[buffer]
         lines.append(f"{kind} *const {buffer.name} = {names[kind]}{f' + {offset}' if offset else ''};")

@@ -1,0 +1,208 @@
+"""Eager against compiled, side by side in one run."""
+
+from __future__ import annotations
+
+import io
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from graphrl._version import __version__
+from graphrl.compiler.compiled import compile
+from graphrl.compiler.trace import as_example, trace
+from graphrl.compiler.verify import float64_reference, relative_error
+from graphrl.errors import CompileError
+from graphrl.keys import Key
+
+__all__ = ["BenchmarkRow", "BenchmarkTable", "benchmark", "time_interleaved"]
+
+
+_COLUMNS = ("median us", "quartiles", "times faster", "compile s", "error")
+
+
+@dataclass(frozen=True)
+class BenchmarkRow:
+    """One competitor. Times in microseconds per call; ``ratio``: median of the first row divided by this one's."""
+
+    name: str
+    median_us: float
+    quartile_1_us: float
+    quartile_3_us: float
+    ratio: float
+    compile_s: float | None
+    error: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class BenchmarkTable:
+    """Rows of one run, with the machine they were measured on. Prints as a table."""
+
+    title: str
+    rows: tuple[BenchmarkRow, ...]
+    machine: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        """The table as JSON text."""
+        return json.dumps(asdict(self), indent=2)
+
+    def row(self, name: str) -> BenchmarkRow:
+        """The row called ``name``."""
+        return next(r for r in self.rows if r.name == name)
+
+    def to_markdown(self) -> str:
+        """The table as Markdown, for a README."""
+        lines = ["| | " + " | ".join(_COLUMNS) + " |", "|---" * (len(_COLUMNS) + 1) + "|"]
+        lines += ["| " + " | ".join(cells) + " |" for cells in map(_cells, self.rows)]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        out = io.StringIO()
+        Console(file=out, width=110).print(self)
+        return out.getvalue()
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        caption = ", ".join(f"{k} {v}" for k, v in self.machine.items())
+        table = Table("", *_COLUMNS, title=self.title, caption=caption)
+        for row in self.rows:
+            table.add_row(*_cells(row))
+        return table
+
+
+def benchmark(
+    graph: TensorDictModuleBase,
+    example: TensorDictBase | dict[Key, Tensor],
+    backends: Sequence[str] = ("inductor",),
+    *,
+    others: Mapping[str, Callable[[], Any]] | None = None,
+    repeats: int = 40,
+) -> BenchmarkTable:
+    """Time ``graph`` eagerly and compiled, TensorDict in and out and by ``call``, without gradients.
+
+    Every competitor runs in turn within each of ``repeats`` rounds, so a slow moment of the machine hits all. Reported:
+    median and quartiles over rounds, compile time apart, and the largest error against the float64 interpreter (only
+    where the graph draws no random numbers). ``others``: more competitors, as functions without arguments.
+    """
+    example = as_example(example)
+    program = trace(graph, example)
+    inputs = [example.get(k).contiguous() for k in program.in_keys]
+    reference = None if program.noise else float64_reference(program, inputs)
+    scratch = example.copy()
+    runs: dict[str, Callable[[], Any]] = {"eager, TensorDict": lambda: graph(scratch)}
+    compile_s: dict[str, float] = {}
+    notes: dict[str, str] = {}
+    errors: dict[str, float] = {}
+    if reference is not None:
+        with torch.no_grad():
+            result = graph(example.copy())
+        errors["eager, TensorDict"] = _worst([result.get(k) for k in program.out_keys], reference)
+    for backend in backends:
+        start = time.perf_counter()
+        try:
+            fast = compile(graph, example, backend=backend, strict=True)
+        except CompileError as refusal:
+            notes[backend] = str(refusal)
+            continue
+        names = (f"{backend}, TensorDict", f"{backend}, call")
+        compile_s.update(dict.fromkeys(names, time.perf_counter() - start))
+        runs[names[0]] = lambda fast=fast: fast(scratch)
+        runs[names[1]] = lambda fast=fast: fast.call(*inputs)
+        if reference is not None:
+            with torch.no_grad():
+                errors.update(dict.fromkeys(names, _worst(fast.call(*inputs), reference)))
+    runs.update(others or {})
+    with torch.no_grad():
+        times = time_interleaved(runs, repeats=repeats)
+    base = statistics.median(times["eager, TensorDict"])
+    rows = [_row(name, seconds, base, compile_s.get(name), errors.get(name)) for name, seconds in times.items()]
+    nan = float("nan")
+    rows += [BenchmarkRow(name, nan, nan, nan, nan, None, None, note) for name, note in notes.items()]
+    return BenchmarkTable(f"{type(graph).__name__}, batch {list(example.batch_size)}", tuple(rows), machine())
+
+
+def time_interleaved(
+    runs: Mapping[str, Callable[[], Any]], *, repeats: int = 40, round_s: float = 0.01
+) -> dict[str, list[float]]:
+    """Seconds per call of each function, once per round, all functions taking turns; about ``round_s`` per turn."""
+    counts: dict[str, int] = {}
+    for name, run in runs.items():
+        run()
+        start, calls = time.perf_counter(), 0
+        while time.perf_counter() - start < round_s or calls < 3:
+            run()
+            calls += 1
+        counts[name] = max(1, round(calls * round_s / (time.perf_counter() - start)))
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            for _ in range(counts[name]):
+                run()
+            times[name].append((time.perf_counter() - start) / counts[name])
+    return times
+
+
+def table_of(
+    title: str, times: Mapping[str, Sequence[float]], compile_s: Mapping[str, float] | None = None
+) -> BenchmarkTable:
+    """A table from the result of :func:`time_interleaved`; ratios are against the first entry."""
+    base = statistics.median(next(iter(times.values())))
+    rows = tuple(_row(name, seconds, base, (compile_s or {}).get(name), None) for name, seconds in times.items())
+    return BenchmarkTable(title, rows, machine())
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what a measurement was made."""
+    return {
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "graphrl": __version__,
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _row(
+    name: str, seconds: Sequence[float], base: float, compile_s: float | None, error: float | None
+) -> BenchmarkRow:
+    low, median, high = statistics.quantiles(seconds, n=4)
+    return BenchmarkRow(name, 1e6 * median, 1e6 * low, 1e6 * high, base / median, compile_s, error)
+
+
+def _cells(row: BenchmarkRow) -> list[str]:
+    if row.note:
+        return [row.name, "-", "-", "-", "-", row.note]
+    return [
+        row.name,
+        f"{row.median_us:.3g}" if row.median_us < 1000 else f"{row.median_us:.0f}",
+        f"{row.quartile_1_us:.3g}-{row.quartile_3_us:.3g}",
+        f"{row.ratio:.1f}",
+        "" if row.compile_s is None else f"{row.compile_s:.1f}",
+        "" if row.error is None else f"{row.error:.0e}",
+    ]
+
+
+def _worst(found: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    return max(relative_error(a, b) for a, b in zip(found, reference, strict=True))
