@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
 
-from graphrl.compiler.backends import Lowered, get_backend
+from graphrl.compiler.backends import get_backend
 from graphrl.compiler.differentiate import Differentiable, lower_differentiable
+from graphrl.compiler.guards import Modes, StateChanged, bind
+from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.trace import as_example, trace
 from graphrl.compiler.verify import verify_lowered
-from graphrl.errors import CompileError, GraphError, KeyMissingError, SpecError, did_you_mean
+from graphrl.errors import GraphError, KeyMissingError, SpecError, did_you_mean
 from graphrl.graph import KeyedGraph
 from graphrl.keys import DISCARD, Key, normalize_keys
 from graphrl.progress import step_line
@@ -96,9 +97,10 @@ class CompiledGraph(TensorDictModuleBase):
     def _reset(self) -> None:
         self._entries: dict[Any, Entry] = {}
         self._lock = threading.RLock()
-        self._watched: list[nn.Module] = list(self.graph.modules())
-        self._last_key: Any = None
-        self._last: Entry | None = None
+        modules = list(self.graph.modules())
+        self._modes = Modes(modules)
+        self._stores = [m._parameters for m in modules if m._parameters]
+        self._last: tuple[Any, Entry] | None = None  # one attribute: another thread may replace it at any moment
         self.retraces: list[str] = []
 
     # ---- calling
@@ -156,59 +158,70 @@ class CompiledGraph(TensorDictModuleBase):
         return tuple(self._run(inputs, None))
 
     def _run(self, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> Sequence[Tensor]:
-        grad = torch.is_grad_enabled()
-        key = (
-            [(t.shape, t.dtype, t.device, grad and t.requires_grad) for t in inputs],
-            grad,
-            interaction_type(),
-            [m.training for m in self._watched],
-            torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
-        )
-        if key != self._last_key:
-            self._select(key, inputs, batch_size)
-        entry = self._last
+        last = self._last
+        entry = last[1] if last is not None and self._fits(last[0], inputs) else self._select(inputs, batch_size)
         for t in inputs:
             if not t.is_contiguous():
                 inputs = [t.contiguous() for t in inputs]
                 break
         try:
             return entry.run(inputs)
-        except _StateChanged as change:
+        except StateChanged as change:
             self._forget(str(change))
             return self._run(inputs, batch_size)
+
+    def _fits(self, key: Any, inputs: Sequence[Tensor]) -> bool:
+        """Whether the program compiled for ``key`` may run on these tensors, now."""
+        signature, modes, needs_grad = key
+        for t, (shape, dtype, device) in zip(inputs, signature, strict=True):
+            if t.shape != shape or t.dtype is not dtype or t.device != device:
+                return False
+        if modes != self._modes.now():
+            return False
+        if torch.is_grad_enabled():
+            return needs_grad == self._needs_grad(inputs)
+        return needs_grad is None
+
+    def _needs_grad(self, inputs: Sequence[Tensor]) -> tuple[bool, ...] | None:
+        """Which inputs and parameters carry gradient, or ``None`` when nothing does."""
+        if not torch.is_grad_enabled():
+            return None
+        flags = (*(t.requires_grad for t in inputs), *(p.requires_grad for p in self._trainable()))
+        return flags if any(flags) else None
+
+    def _trainable(self) -> list[nn.Parameter]:
+        return [p for store in self._stores for p in store.values() if p is not None]
 
     # ---- compiling
 
     def warm_up(self, example: TensorDictBase) -> CompiledGraph:
-        """Compile for batches like ``example``, under the present modes, without calling."""
-        signature = [example.get(k, None) for k in self.in_keys]
-        if any(t is None for t in signature):
+        """Compile for batches like ``example``, under the present modes and without gradients, without calling."""
+        inputs = [example.get(k, None) for k in self.in_keys]
+        if not all(isinstance(t, Tensor) for t in inputs):
             trace(self.graph, example)  # raises the error that names the key
         with torch.no_grad():
-            key = (
-                [(t.shape, t.dtype, t.device, False) for t in signature],
-                False,
-                interaction_type(),
-                [m.training for m in self._watched],
-                torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
-            )
-            self._select(key, signature, example.batch_size)
+            self._select(inputs, example.batch_size)
         return self
 
     def entries(self) -> list[Entry]:
         """The programs compiled so far, in order."""
         return list(self._entries.values())
 
-    def _select(self, key: Any, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> None:
-        hashable = (tuple(key[0]), key[1], key[2], tuple(key[3]), key[4])
+    def _select(self, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> Entry:
+        for key, value in zip(self.in_keys, inputs, strict=True):
+            if not isinstance(value, Tensor):
+                raise SpecError(f"{key!r} is a {type(value).__name__}: expected a tensor")
+        signature = tuple((t.shape, t.dtype, t.device) for t in inputs)
+        key = (signature, self._modes.now(), self._needs_grad(inputs))
         with self._lock:
-            entry = self._entries.get(hashable)
+            entry = self._entries.get(key)
             if entry is None:
-                entry = self._build(inputs, batch_size, grad=key[1])
+                entry = self._build(inputs, batch_size, grad=key[2] is not None)
                 if self._entries:
                     self.retraces.append(entry.reason)
-                self._entries[hashable] = entry
-            self._last_key, self._last = key, entry
+                self._entries[key] = entry
+            self._last = key, entry
+        return entry
 
     def _build(self, inputs: Sequence[Tensor], batch_size: torch.Size | None, grad: bool) -> Entry:
         example = self._example(inputs, batch_size)
@@ -218,7 +231,7 @@ class CompiledGraph(TensorDictModuleBase):
             return self._eager_entry(example, f"{reason}: {MAX_PROGRAMS} programs are compiled already, runs eagerly")
         start = time.perf_counter()
         with step_line(f"compile {type(self.graph).__name__} with {self.backend}"):
-            if grad and (any(needs) or any(p.requires_grad for p in self.graph.parameters())):
+            if grad:
                 pair = lower_differentiable(self.graph, example, needs, self.backend, self.strict, self.verify)
                 if pair is not None:
                     return self._entry(pair, reason, time.perf_counter() - start)
@@ -227,7 +240,7 @@ class CompiledGraph(TensorDictModuleBase):
                 lowered, name, refusals = lower_with_fallback(program, self.backend, self.strict)
                 tensors = [example.get(k).contiguous() for k in self.in_keys]
                 parity = verify_lowered(program, lowered, name, program.arguments(tensors)) if self.verify else None
-        run = _bind(program, lowered)
+        run = bind(program, lowered)
         return Entry(program, name, refusals, time.perf_counter() - start, reason, parity, run, False)
 
     def _entry(self, pair: Differentiable, reason: str, seconds: float) -> Entry:
@@ -255,7 +268,7 @@ class CompiledGraph(TensorDictModuleBase):
     def _forget(self, reason: str) -> None:
         with self._lock:
             self._entries.clear()
-            self._last_key = self._last = None
+            self._last = None
             self.retraces.append(reason)
 
     # ---- being a module
@@ -283,59 +296,6 @@ class CompiledGraph(TensorDictModuleBase):
 
     def __repr__(self) -> str:
         return f"CompiledGraph({type(self.graph).__name__}, backend={self.backend!r}, programs={len(self._entries)})"
-
-
-class _StateChanged(Exception):
-    """A weight has another shape, dtype, device or layout than the program was compiled for."""
-
-
-def _bind(program: Program, lowered: Lowered) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """A function of the inputs alone: gathers the live state, draws the noise, runs."""
-    live = LiveState(program)
-    draws = [n.draw for n in program.noise]
-    if not draws:
-        return lambda inputs: lowered([*inputs, *live()])
-    return lambda inputs: lowered([*inputs, *live(), *[draw() for draw in draws]])
-
-
-class LiveState:
-    """Reads a program's state tensors at each call and notices when one was replaced by another kind of tensor."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._reads = [slot.read for slot in program.state]
-        self._tensors = [read() for read in self._reads]
-        self._layouts = [(t.shape, t.stride(), t.dtype, t.device) for t in self._tensors]
-
-    def __call__(self) -> list[Tensor]:
-        tensors = [read() for read in self._reads]
-        for i, (new, old) in enumerate(zip(tensors, self._tensors, strict=True)):
-            if new is not old or new.dtype is not old.dtype:
-                self._accept(i, new)
-        return tensors
-
-    def _accept(self, i: int, tensor: Tensor) -> None:
-        layout = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        if layout != self._layouts[i]:
-            raise _StateChanged(
-                f"{self._program.state[i]} became {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            )
-        self._tensors[i] = tensor
-
-
-def lower_with_fallback(program: Program, backend: str, strict: bool) -> tuple[Lowered, str, tuple[str, ...]]:
-    """Lower with ``backend``, or with the next best that takes the program; returns it, its name and the refusals."""
-    refusals: list[str] = []
-    order = [backend, *(b for b in ("inductor", "eager") if b != backend)]
-    for name in order:
-        candidate = get_backend(name)
-        refusal = candidate.supports(program)
-        if refusal is None:
-            return candidate.lower(program), name, tuple(refusals)
-        refusals.append(f"{name}: {refusal.reason}")
-        if strict:
-            raise CompileError(f"{name} refuses {program.name}: {refusal.reason}. strict=False falls back to another")
-    raise CompileError(f"no backend takes {program.name}: {'; '.join(refusals)}")
 
 
 def _common_leading(tensors: Sequence[Tensor]) -> list[int]:

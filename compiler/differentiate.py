@@ -11,9 +11,12 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, fx
 
+from graphrl.compiler.guards import LiveState
+from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.trace import JointProgram, trace_joint
+from graphrl.compiler.verify import verify_lowered
 
 __all__ = ["Differentiable", "lower_differentiable", "split"]
 
@@ -39,8 +42,6 @@ def lower_differentiable(
     verify: bool,
 ) -> Differentiable | None:
     """Trace, cut and lower ``graph`` with its gradients; ``None`` when nothing it computes carries gradient."""
-    from graphrl.compiler.compiled import LiveState, lower_with_fallback
-    from graphrl.compiler.verify import verify_lowered
 
     joint = trace_joint(graph, example, inputs_need_grad)
     if joint is None:

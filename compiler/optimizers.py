@@ -72,7 +72,7 @@ class TracedOptimizers:
         self._groups = [(o, i) for o in optimizers for i in range(len(o.param_groups))]
         self._rates = [_as_tensor(o.param_groups[i]["lr"], o) for o, i in self._groups]
         self._rate_values = [o.param_groups[i]["lr"] for o, i in self._groups]
-        self._fixed = [_hyperparameters(o.param_groups[i]) for o, i in self._groups]
+        self._fixed = [_hyperparameters(o, o.param_groups[i]) for o, i in self._groups]
         self.watch_states()
 
     def watch_states(self) -> None:
@@ -90,11 +90,13 @@ class TracedOptimizers:
 
     def hyperparameters_changed(self) -> bool:
         """Whether anything but a learning rate was changed since the trace."""
-        try:
-            now = [_hyperparameters(o.param_groups[i]) for o, i in self._groups]
-        except IndexError:
-            return True
-        return now != self._fixed
+        for (optimizer, i), (count, names, values, params) in zip(self._groups, self._fixed, strict=True):
+            if len(optimizer.param_groups) != count:
+                return True
+            group = optimizer.param_groups[i]
+            if [group.get(name) for name in names] != values or len(group["params"]) != params:
+                return True
+        return False
 
     def follow_rates(self) -> None:
         """Copy learning rates that changed into the tensors the program reads."""
@@ -157,7 +159,16 @@ class TracedOptimizers:
 
 
 def _state_reader(optimizer: Optimizer, param: Tensor, name: str) -> Any:
-    return lambda: optimizer.state[param][name]
+    """Reads one state tensor; looks the parameter's dictionary up again only when the optimiser has other ones."""
+    owner, own = optimizer.state, optimizer.state[param]
+
+    def read() -> Tensor:
+        nonlocal owner, own
+        if optimizer.state is not owner:
+            owner, own = optimizer.state, optimizer.state[param]
+        return own[name]
+
+    return read
 
 
 def _as_tensor(rate: Any, optimizer: Optimizer) -> Tensor:
@@ -165,10 +176,10 @@ def _as_tensor(rate: Any, optimizer: Optimizer) -> Tensor:
     return torch.as_tensor(rate, dtype=torch.float64).detach().clone().to(device)
 
 
-def _hyperparameters(group: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What the trace turns into constants: plain values, and which parameters the group holds."""
-    plain = [(k, v) for k, v in group.items() if k not in ("params", "lr", "initial_lr") and _is_plain(v)]
-    return [*plain, ("params", [id(p) for p in group["params"]])]
+def _hyperparameters(optimizer: Optimizer, group: dict[str, Any]) -> tuple[int, list[str], list[Any], int]:
+    """What the trace turns into constants: the number of groups, plain values by name, the number of parameters."""
+    names = [k for k, v in group.items() if k not in ("params", "lr", "initial_lr") and _is_plain(v)]
+    return len(optimizer.param_groups), names, [group[k] for k in names], len(group["params"])
 
 
 def _is_plain(value: Any) -> bool:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphrl.compiler.compiled import Entry, LiveState, _StateChanged, lower_with_fallback
+from graphrl.compiler.compiled import Entry
+from graphrl.compiler.guards import LiveState, Modes, StateChanged
+from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.lowering import lift_state, mark_mutated, module_slots, normalize
 from graphrl.compiler.optimizers import TracedOptimizers, record_optimizers
 from graphrl.compiler.passes.guard_nonfinite import FINITE, guard_nonfinite
@@ -74,10 +75,12 @@ class CompiledUpdate:
 
     def __call__(self, batch: TensorDictBase, index: Tensor | None = None) -> Metrics:
         entry = self._last
-        if entry is None or not entry.fits(batch, index):
+        inputs = None if entry is None else entry.inputs_for(batch, index)
+        if inputs is None:
             entry = self._last = self._select(batch, index)
+            inputs = entry.inputs_for(batch, index)
         self.calls += 1
-        return entry.run(batch, index, self.calls)
+        return entry.run(inputs, self.calls)
 
     def warm_up(self, batch: TensorDictBase, index: Tensor | None = None) -> CompiledUpdate:
         """Compile for batches like ``batch`` (and indices like ``index``) without updating anything."""
@@ -95,7 +98,7 @@ class CompiledUpdate:
             if entry.stale():
                 del self._entries[key]
                 self.retraces.append("hyperparameters or weights were replaced")
-            elif entry.fits(batch, index):
+            elif entry.inputs_for(batch, index) is not None:
                 return entry
         with step_line(f"compile update with {self.backend}"):
             entry = _UpdateEntry(self, batch, index)
@@ -113,8 +116,8 @@ class _UpdateEntry:
         self.step = owner.step
         self.batch_size = batch.batch_size
         modules = find_modules(owner.step)
-        self._watched = [m for _, root in modules for m in root.modules()]
-        self._modes = self._present_modes()
+        self._modes = Modes([m for _, root in modules for m in root.modules()])
+        self._traced_modes = self._modes.now()
         keys = [normalize_key(k) for k in batch.keys(True, True) if isinstance(batch.get(k), Tensor)]
         ports, tensors = _ports(batch, keys, index)
         self.optimizers, program, self._metrics = self._trace(keys, tensors, index is not None, modules, ports)
@@ -124,6 +127,7 @@ class _UpdateEntry:
         self.program, self._lowered = program, lowered
         self._keys = [p.key for p in program.inputs if p.key != _INDEX]
         self._takes_index = index is not None
+        self._guarded = program.outputs[-1:] != () and program.outputs[-1].key == FINITE
         self._signature = [(p.shape, p.dtype, p.device) for p in program.inputs]
         self._live = LiveState(program)
         parity = self._verify(batch, index, name) if owner.verify else None
@@ -180,7 +184,8 @@ class _UpdateEntry:
 
     def _verify(self, batch: TensorDictBase, index: Tensor | None, backend: str) -> float:
         """The lowered update against the eager step itself, then against float64 on fresh inputs."""
-        inputs = self._gather(batch, index)
+        inputs = self.inputs_for(batch, index)
+        assert inputs is not None
         rng = torch.get_rng_state()
         arguments = self.program.arguments(inputs)
         first = len(inputs)
@@ -209,50 +214,43 @@ class _UpdateEntry:
     def _grad_holders(self) -> list[Tensor]:
         return [slot.read() for slot in self.program.state if slot.kind == "parameter"]
 
-    def _present_modes(self) -> list[Any]:
-        return [interaction_type(), [m.training for m in self._watched]]
-
     def stale(self) -> bool:
         """Whether the trace no longer describes the step: another hyperparameter, or replaced weights."""
-        return self.optimizers.hyperparameters_changed() or self._modes != self._present_modes()
-
-    def fits(self, batch: TensorDictBase, index: Tensor | None) -> bool:
-        """Whether this entry's program may run on the batch, now."""
-        if (index is not None) != self._takes_index or batch.batch_size != self.batch_size or self.stale():
-            return False
-        inputs = [batch.get(key, None) for key in self._keys]
-        if index is not None:
-            inputs.append(index)
-        return all(
-            t is not None and t.shape == shape and t.dtype is dtype and t.device == device
-            for t, (shape, dtype, device) in zip(inputs, self._signature, strict=True)
-        )
+        return self.optimizers.hyperparameters_changed() or self._modes.now() != self._traced_modes
 
     # ---- running
 
-    def _gather(self, batch: TensorDictBase, index: Tensor | None) -> list[Tensor]:
-        inputs = [batch.get(key) for key in self._keys]
+    def inputs_for(self, batch: TensorDictBase, index: Tensor | None) -> list[Tensor] | None:
+        """The program's inputs taken from the batch, or ``None`` when it was compiled for something else."""
+        if (index is not None) != self._takes_index or batch.batch_size != self.batch_size or self.stale():
+            return None
+        inputs = [batch.get(key, None) for key in self._keys]
         if index is not None:
             inputs.append(index)
-        return [t if t.is_contiguous() else t.contiguous() for t in inputs]
+        for i, (shape, dtype, device) in enumerate(self._signature):
+            t = inputs[i]
+            if t is None or t.shape != shape or t.dtype is not dtype or t.device != device:
+                return None
+            if not t.is_contiguous():
+                inputs[i] = t.contiguous()
+        return inputs
 
-    def run(self, batch: TensorDictBase, index: Tensor | None, call: int) -> Metrics:
+    def run(self, inputs: list[Tensor], call: int) -> Metrics:
         """Update once; ``call`` numbers the update in an error."""
         self.optimizers.follow_rates()
         if self.optimizers.states_replaced():
             self.optimizers.watch_states()
-        program = self.program
         with torch.no_grad():
             try:
                 state = self._live()
-            except _StateChanged as change:
+            except StateChanged as change:
                 raise TraceError(f"{change} since this update was compiled: compile it again") from None
-            outputs = self._lowered([*self._gather(batch, index), *state, *(n.draw() for n in program.noise)])
-        if program.outputs and program.outputs[-1].key == FINITE:
-            *outputs, flags = outputs
-            if not flags.all():
-                floats = [p.key for p in program.outputs[:-1] if p.dtype.is_floating_point]
-                bad = [encode_key(k) for k, ok in zip(floats, flags.tolist(), strict=True) if not ok]
+            outputs = self._lowered([*inputs, *state, *[n.draw() for n in self.program.noise]])
+        if self._guarded:
+            *outputs, finite = outputs
+            if not finite:
+                named = zip(self.program.outputs, outputs, strict=False)
+                bad = [encode_key(p.key) for p, t in named if t.is_floating_point() and not t.isfinite().all()]
                 raise NonFiniteError(
                     f"update {call}: {', '.join(bad)} is NaN or infinite. Parameters and optimiser state are as before "
                     "this call. Check the batch for NaN, and the learning rate"

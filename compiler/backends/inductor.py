@@ -29,6 +29,9 @@ ONE_THREAD_FLOPS = 30e6
 """Below this many floating-point operations one thread wins: a PPO minibatch of 64 took 0.24 ms on one, 0.50 on two."""
 
 
+_VECTOR_ELEMENTS = 1 << 16
+
+
 class Inductor:
     """Compiles a program to machine code with TorchInductor (C++ on CPU, Triton on GPU)."""
 
@@ -65,13 +68,32 @@ def _compile_directly(program: Program, arguments: list[Tensor]) -> Lowered:
     mode = FakeTensorMode()
     fakes = fake_like(arguments, mode)
     # a copy_ epilogue must survive the second trace, so the module is traced as it is: it is already functional
+    table = {**select_decomp_table(), **_vector_products()}
     with mode, torch.no_grad():
-        module = make_fx(program.graph_module, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
+        module = make_fx(program.graph_module, decomposition_table=table, tracing_mode="real")(*fakes)
     module = _returning_tuple(module)
     settings: dict[str, Any] = {"size_asserts": False, "fallback_random": True, "cpp.threads": chosen_threads(program)}
     with config.patch(settings), torch._guards.tracing(torch._guards.TracingContext(mode)), _quietly():
         compiled = compile_fx_inner(copy.deepcopy(module), fakes)
-    return compiled
+    return getattr(compiled, "current_callable", None) or compiled  # the inner callable skips profiling checks
+
+
+def _vector_products() -> dict[Any, Any]:
+    """For one row on the CPU, products as sums: fused C++ in place of a library call each (16.7 -> 7.1 us for an MLP)."""
+    aten = torch.ops.aten
+
+    def small(row: Tensor, matrix: Tensor) -> bool:
+        return row.device.type == "cpu" and row.shape[0] == 1 and 0 < matrix.numel() <= _VECTOR_ELEMENTS
+
+    def mm(row: Tensor, matrix: Tensor) -> Any:
+        return (row * matrix.t()).sum(-1).unsqueeze(0) if small(row, matrix) else NotImplemented
+
+    def addmm(bias: Tensor, row: Tensor, matrix: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+        if beta != 1 or alpha != 1 or not small(row, matrix):
+            return NotImplemented
+        return (row * matrix.t()).sum(-1).unsqueeze(0) + bias
+
+    return {aten.mm.default: mm, aten.addmm.default: addmm}
 
 
 def _returning_tuple(module: fx.GraphModule) -> fx.GraphModule:

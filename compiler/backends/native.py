@@ -132,11 +132,15 @@ def native_code(program: Program) -> tuple[str, Generated]:
         generated = generate(program, embed=False, scratch=f"static __thread {storage}")
     order = {"input": 0, "state": len(program.inputs), "noise": len(program.inputs) + len(program.state)}
     order["output"] = order["noise"] + len(program.noise)
-    cast = [
-        f"({'' if a.written else 'const '}{a.c_type} *)p[{order[a.kind] + a.index}]" for a in generated.arguments
-    ]
+    cast = [f"({'' if a.written else 'const '}{a.c_type} *)p[{order[a.kind] + a.index}]" for a in generated.arguments]
     entry = "\n".join(
-        ["void graphrl_call(void *const *p);", "void graphrl_call(void *const *p)", "{", f"    run({', '.join(cast)});", "}"]
+        [
+            "void graphrl_call(void *const *p);",
+            "void graphrl_call(void *const *p)",
+            "{",
+            f"    run({', '.join(cast)});",
+            "}",
+        ]
     )
     return f"#include <math.h>\n#include <stdint.h>\n\n{generated.code}\n{entry}\n", generated
 

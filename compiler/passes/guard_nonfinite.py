@@ -12,14 +12,14 @@ __all__ = ["FINITE", "guard_nonfinite"]
 aten = torch.ops.aten
 
 FINITE = ("graphrl", "finite")
-"""Key of the added output: one flag per floating-point output, in order."""
+"""Key of the added last output: a 0-d flag, true when every floating-point output is finite."""
 
 
 def guard_nonfinite(program: Program) -> Program:
-    """Write new state only where all floating-point outputs are finite; add the flags as a last output.
+    """Write new state only where all floating-point outputs are finite; say so in a last output.
 
-    before   copy_(w, w_new);                           return (loss,)
-    after    ok = isfinite(loss);  copy_(w, where(ok, w_new, w));  return (loss, [ok])
+    before   copy_(w, w_new);                                      return (loss,)
+    after    ok = isfinite(loss);  copy_(w, where(ok, w_new, w));  return (loss, ok)
 
     So a NaN in a batch costs one update and an error, not the weights.
     """
@@ -42,15 +42,12 @@ def guard_nonfinite(program: Program) -> Program:
         ok = flags[0]
         for flag in flags[1:]:
             ok = _call(graph, aten.logical_and.default, (ok, flag), ok.meta["val"])
-        stacked = [_call(graph, aten.unsqueeze.default, (f, 0), f.meta["val"].new_empty(1)) for f in flags]
-        all_flags = _call(graph, aten.cat.default, (stacked,), ok.meta["val"].new_empty(len(flags)))
         for write in writes:
             old, new = write.args[:2]
             kept = _call(graph, aten.where.self, (ok, new, old), new.meta["val"])
             write.args = (old, kept)
-    output.args = ((*output.args[0], all_flags),)
-    flags_port = Port.of(FINITE, all_flags.meta["val"])
-    return program.with_graph(graph, outputs=(*program.outputs, flags_port))
+    output.args = ((*output.args[0], ok),)
+    return program.with_graph(graph, outputs=(*program.outputs, Port.of(FINITE, ok.meta["val"])))
 
 
 def _call(graph: fx.Graph, target: object, args: tuple[object, ...], value: torch.Tensor) -> fx.Node:

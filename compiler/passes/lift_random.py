@@ -37,19 +37,13 @@ def lift_random(program: Program) -> Program:
         with graph.inserting_after(anchor) if anchor else graph.inserting_before(next(iter(graph.nodes))):
             anchor = graph.placeholder(f"noise_{len(noise)}")
         anchor.meta["val"] = value
-        shape, dtype, device = tuple(value.shape), value.dtype, value.device
-        noise.append(Noise(_drawer(kind, shape, dtype, device), shape, dtype, device, kind))
+        noise.append(Noise(tuple(value.shape), value.dtype, value.device, kind))
         with graph.inserting_before(node):
             node.replace_all_uses_with(finish(graph, anchor, node))
         graph.erase_node(node)
     if len(noise) == len(program.noise):
         return program
     return program.with_graph(graph, noise=tuple(noise))
-
-
-def _drawer(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    make = torch.randn if kind == "normal" else torch.rand
-    return lambda: make(shape, dtype=dtype, device=device)
 
 
 def _standard(node: fx.Node) -> tuple[str, Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]] | None:

@@ -166,12 +166,12 @@ def _gae_cpu(
     lmbda: Tensor,
     time_dim: int,
 ) -> tuple[Tensor, Tensor]:
-    dtype = reward.dtype
-    floats = (x.to(gamma.dtype).contiguous() for x in (reward, value, next_value))
-    flags = (done.contiguous(), terminated.contiguous())
+    r, v, w = (x.to(gamma.dtype).contiguous() for x in (reward, value, next_value))
     coefficients = _cpu_coefficients(gamma, lmbda, reward.shape)
-    advantage, value_target = _call_forward(_FORWARD[gamma.dtype], *floats, *flags, *coefficients, time_dim)
-    return advantage.to(dtype), value_target.to(dtype)
+    advantage, value_target = _call_forward(
+        _FORWARD[gamma.dtype], r, v, w, done.contiguous(), terminated.contiguous(), *coefficients, time_dim
+    )
+    return advantage.to(reward.dtype), value_target.to(reward.dtype)
 
 
 def _gae_backward_cpu(

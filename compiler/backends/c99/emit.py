@@ -210,6 +210,9 @@ class Emitter:
             args, value = arguments(node), value_of(node)
             table = torch.arange(args["start"], args["end"], args["step"], dtype=value.dtype)
             return View.whole(self.constant(table), tuple(value.shape))
+        known = self._evaluate(node)
+        if known is not None:
+            return View.whole(self.constant(known), known.shape)
         if is_elementwise(node):
             return self._elementwise(node)
         for names, emit in ((MATMULS, emit_matmul), (REDUCTIONS, emit_reduction), (INDEXING, emit_indexing)):
@@ -217,6 +220,23 @@ class Emitter:
                 self.flush()
                 return emit(self, node)
         raise Unsupported(f"operation {name} is not supported in generated C", node)
+
+    def _evaluate(self, node: fx.Node) -> Tensor | None:
+        """The value of a node all of whose operands are constants."""
+        known: dict[fx.Node, Tensor] = {}
+        for operand in node.all_input_nodes:
+            view = self.values[operand]
+            if not isinstance(view, View):
+                return None
+            if view.buffer.kind == "literal":
+                known[operand] = torch.full(view.shape, view.buffer.literal, dtype=view.dtype)
+            elif view.buffer.data is not None:
+                known[operand] = view.as_torch()
+            else:
+                return None
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known[n])
+        value = node.target(*args, **kwargs) if known else None  # type: ignore[operator]
+        return value if isinstance(value, Tensor) and value.dtype in C_TYPES else None
 
     def _elementwise(self, node: fx.Node) -> View:
         value = value_of(node)

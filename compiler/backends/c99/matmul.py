@@ -3,7 +3,7 @@
 *packed*: constant weights, stored input-major in panels of columns. ``acc += x[i] * w[i, :]`` keeps a panel of sums in
 registers and vectorises under strict IEEE rules, because no sum is reordered.
 *dot*: weights by pointer in PyTorch's [out, in] order, read where they lie; several outputs at once share each ``x``.
-*rows*: weights by pointer, contiguous in the outputs: the packed loop without the packing.
+*rows*: weights by pointer, contiguous in the outputs, or turned so at each call because many rows share them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ NARROW = 16
 INPUTS = 4
 """Inputs that one pass over the sums takes in. Measured at 64 x 64: 87 ns with AVX-512, 105 with AVX2, 210 at -O2; one
 input a pass took 91, 160 and 571, since gcc sometimes keeps the sums in memory."""
+
+TURN_ROWS = 16
+"""From this many rows on, transposing [out, in] weights first costs less than it saves (64 x 64: 0.1 us a row, 4 us)."""
 
 MATMULS = frozenset(("mm.default", "addmm.default", "bmm.default", "baddbmm.default", "mv.default", "addmv.default",
                      "dot.default"))  # fmt: skip
@@ -68,7 +71,7 @@ def emit_matmul(emitter, node: fx.Node) -> View:  # type: ignore[no-untyped-def]
         return _result(product, node)
     if product.w.buffer.kind == "constant":
         lines, reads = _packed(emitter, product), {product.x.buffer}
-    elif product.w.strides[1] == 1 and k > 1 and n > 1 or (n == 1 and product.w.strides[1] == 1):
+    elif product.w.strides[1] == 1 and m < TURN_ROWS:
         product = _replace_x(product, emitter.unit_stride(product.x))
         lines, reads = _dot(product), {product.x.buffer, product.w.buffer}
     else:
@@ -162,7 +165,10 @@ def _packed(emitter, product: _Product) -> list[str]:  # type: ignore[no-untyped
     lines = [_row(product)]
     for column, count, valid, padded in _runs(panels):
         start = index(column * k, (per_batch if b > 1 else 0, k * PANEL if count > 1 else 0), ("b", "p"))
-        body = [f"const float *const w = {_at(table.name, start)};", *_panel(product, column, valid, padded, padded, count)]
+        body = [
+            f"const float *const w = {_at(table.name, start)};",
+            *_panel(product, column, valid, padded, padded, count),
+        ]
         lines += [_repeat("p", count), *indent(body), "}"]
     return _over_rows(product, lines)
 

@@ -65,6 +65,8 @@ ELEMENTWISE: dict[str, Elementwise] = {
     "atanh.default": _unary("(0.5f * (k_log1pf({0}) - k_log1pf(-{0})))"),
     "erf.default": _unary("erff({0})"),
     "atan2.default": _binary("atan2f({0}, {1})", integer=False),
+    "fmod.Tensor": _binary("fmodf({0}, {1})", integer=False),
+    "fmod.Scalar": _binary("fmodf({0}, {1})", integer=False),
     "pow.Tensor_Tensor": Elementwise("powf({0}, {1})", ("self", "exponent")),
     # arithmetic
     "mul.Tensor": _binary("({0} * {1})"),

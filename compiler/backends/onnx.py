@@ -1,0 +1,119 @@
+"""ONNX Runtime in this process, one thread. The model file for a robot comes from :func:`export_onnx`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphrl.compiler.backends.base import Refusal
+from graphrl.compiler.backends.c99.nodes import Unsupported
+from graphrl.compiler.program import Program
+from graphrl.errors import CompileError, MissingExtraError, require_extra
+
+__all__ = ["BACKEND", "Onnx", "OnnxProgram", "export_onnx"]
+
+
+def export_onnx(
+    program: Program, path: str | Path, *, symbolic_batch: bool = False, metadata: dict[str, str] | None = None
+) -> None:
+    """Write ``program`` as one ONNX file: weights inside with today's values, inputs and outputs named by their keys.
+
+    symbolic_batch: leave dim 0 of inputs and outputs open. metadata: becomes ``metadata_props``, in the given order.
+    The same program gives the same bytes. Raises :class:`CompileError` for an operation without an ONNX form, and
+    :class:`MissingExtraError` without the ``onnx`` package.
+    """
+    require_extra("onnx", "onnx")
+    from graphrl.compiler.backends.onnx_graph import build_model
+
+    try:
+        model = build_model(program, embed=True, symbolic_batch=symbolic_batch)
+    except Unsupported as problem:
+        raise CompileError(f"onnx: {problem.explain(program)}") from None
+    for key, value in (metadata or {}).items():
+        entry = model.metadata_props.add()
+        entry.key, entry.value = key, value
+    Path(path).write_bytes(model.SerializeToString(deterministic=True))
+
+
+class Onnx:
+    """The program in ONNX Runtime. Weights are bound by address, not copied, so they stay live."""
+
+    name = "onnx"
+
+    def supports(self, program: Program) -> Refusal | None:
+        """``None``, or why this program cannot run in ONNX Runtime."""
+        try:
+            require_extra("onnx", "onnx")
+            require_extra("onnxruntime", "onnx")
+        except MissingExtraError as missing:
+            return Refusal(str(missing))
+        from graphrl.compiler.backends.onnx_graph import build_model
+
+        for port in (*program.inputs, *program.outputs, *program.state, *program.noise):
+            if port.device.type != "cpu":
+                return Refusal(f"this backend runs ONNX Runtime on the CPU, and {port} is on {port.device}")
+            if 0 in port.shape:
+                return Refusal(f"ONNX Runtime cannot bind {port}, which has no elements")
+        try:
+            build_model(program, embed=False)
+        except Unsupported as problem:
+            return Refusal(problem.explain(program))
+        return None
+
+    def lower(self, program: Program) -> OnnxProgram:
+        """A session for ``program``. Raises :class:`CompileError` when it is refused."""
+        refusal = self.supports(program)
+        if refusal is not None:
+            raise CompileError(f"onnx: {refusal.reason}")
+        return OnnxProgram(program)
+
+
+class OnnxProgram:
+    """An ONNX Runtime session whose inputs, weights among them, are read where PyTorch holds them."""
+
+    def __init__(self, program: Program) -> None:
+        import onnxruntime
+
+        from graphrl.compiler.backends.onnx_graph import build_model, input_names, output_names
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        model = build_model(program, embed=False).SerializeToString()
+        self._session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        kept = {i.name for i in self._session.get_inputs()}
+        names = input_names(program, embed=False)
+        self._inputs = [(i, name) for i, name in enumerate(names) if name in kept]
+        first = len(program.inputs)
+        written = [(first + i, s) for i, s in enumerate(program.state) if s.mutated]
+        self._written = [i for i, _ in written]
+        self._outputs = list(zip(output_names(program), [*program.outputs, *(s for _, s in written)], strict=True))
+        self._count = len(program.outputs)
+
+    def __call__(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """Run on all placeholder values: inputs, state, draws. Returns fresh outputs in order."""
+        binding = self._session.io_binding()
+        alive = []
+        for i, name in self._inputs:
+            tensor = arguments[i].detach().contiguous()
+            alive.append(tensor)
+            binding.bind_input(name, "cpu", 0, _numpy(tensor.dtype), list(tensor.shape), tensor.data_ptr())
+        results = [torch.empty(port.shape, dtype=port.dtype) for _, port in self._outputs]
+        for (name, port), tensor in zip(self._outputs, results, strict=True):
+            binding.bind_output(name, "cpu", 0, _numpy(port.dtype), list(port.shape), tensor.data_ptr())
+        self._session.run_with_iobinding(binding)
+        with torch.no_grad():
+            for i, value in zip(self._written, results[self._count :], strict=True):
+                arguments[i].copy_(value)
+        return results[: self._count]
+
+
+def _numpy(dtype: torch.dtype) -> Any:
+    return torch.empty(0, dtype=dtype).numpy().dtype.type
+
+
+BACKEND = Onnx()
