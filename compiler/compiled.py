@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from graphrl.compiler.backends import get_backend
 from graphrl.compiler.differentiate import Differentiable, lower_differentiable
-from graphrl.compiler.guards import Modes, StateChanged, bind
+from graphrl.compiler.guards import Bound, Modes, StateChanged
 from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
@@ -157,6 +157,23 @@ class CompiledGraph(TensorDictModuleBase):
             raise SpecError(f"got {len(inputs)} tensors, expected {len(self.in_keys)}: {self.in_keys}")
         return tuple(self._run(inputs, None))
 
+    def call_into(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Like :meth:`call`, but leaves the results in ``outputs``, tensors of the right shapes; for collectors.
+
+        With the ``native`` backend they are written in place, without gradients and without a copy.
+        """
+        last = self._last
+        entry = last[1] if last is not None and self._fits(last[0], inputs) else self._select(inputs, None)
+        if not isinstance(entry.run, Bound) or not all(t.is_contiguous() for t in inputs):
+            for target, value in zip(outputs, self._run(inputs, None), strict=True):
+                target.copy_(value)
+            return
+        try:
+            entry.run.into(inputs, outputs)
+        except StateChanged as change:
+            self._forget(str(change))
+            self.call_into(inputs, outputs)
+
     def _run(self, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> Sequence[Tensor]:
         last = self._last
         entry = last[1] if last is not None and self._fits(last[0], inputs) else self._select(inputs, batch_size)
@@ -240,8 +257,8 @@ class CompiledGraph(TensorDictModuleBase):
                 lowered, name, refusals = lower_with_fallback(program, self.backend, self.strict)
                 tensors = [example.get(k).contiguous() for k in self.in_keys]
                 parity = verify_lowered(program, lowered, name, program.arguments(tensors)) if self.verify else None
-        run = bind(program, lowered)
-        return Entry(program, name, refusals, time.perf_counter() - start, reason, parity, run, False)
+        bound = Bound(program, lowered)
+        return Entry(program, name, refusals, time.perf_counter() - start, reason, parity, bound, False)
 
     def _entry(self, pair: Differentiable, reason: str, seconds: float) -> Entry:
         return Entry(pair.forward, pair.backend, pair.refusals, seconds, reason, pair.parity, pair.run, True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from graphrl.compiler.backends import Lowered
 from graphrl.compiler.program import Program
 from graphrl.graph import KeyedGraph
 
-__all__ = ["LiveState", "Modes", "StateChanged", "bind"]
+__all__ = ["Bound", "LiveState", "Modes", "StateChanged"]
 
 _MODELESS = {
     *(nn.Linear, nn.Identity, nn.Flatten, nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Embedding),
@@ -73,23 +73,39 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def bind(program: Program, lowered: Lowered) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """A function of the inputs alone: gathers the live state, draws the noise, runs."""
-    live = LiveState(program)
-    if not program.noise:
-        return lambda inputs: lowered([*inputs, *live()])
-    if not _noise_stays_inside(program):
-        return lambda inputs: lowered([*inputs, *live(), *[n.draw() for n in program.noise]])
-    mine = threading.local()
+class Bound:
+    """A lowered program as a function of the inputs alone: gathers the live state, draws the noise, runs."""
 
-    def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def __init__(self, program: Program, lowered: Lowered) -> None:
+        self._live = LiveState(program)
+        self._lowered = lowered
+        self._noise = program.noise
+        self._reuses_noise = _noise_stays_inside(program)
+        self._mine = threading.local()
+        self._write_into = getattr(lowered, "call_into", None)
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run on plain tensors in ``in_keys`` order."""
+        return self._lowered([*inputs, *self._live(), *self._draws()])
+
+    def into(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Run and leave the results in ``outputs``."""
+        if self._write_into is not None and all(t.is_contiguous() for t in outputs):
+            self._write_into([*inputs, *self._live(), *self._draws()], outputs)
+            return
+        for target, value in zip(outputs, self(inputs), strict=True):
+            target.copy_(value)
+
+    def _draws(self) -> Sequence[Tensor]:
+        if not self._noise:
+            return ()
+        if not self._reuses_noise:
+            return [n.draw() for n in self._noise]
         try:
-            redraws = mine.redraws
-        except AttributeError:
-            redraws = mine.redraws = [(n.redraw, n.empty()) for n in program.noise]
-        return lowered([*inputs, *live(), *[redraw(buffer) for redraw, buffer in redraws]])
-
-    return run
+            buffers = self._mine.buffers
+        except AttributeError:  # first call in this thread
+            buffers = self._mine.buffers = [n.empty() for n in self._noise]
+        return [n.redraw(buffer) for n, buffer in zip(self._noise, buffers, strict=True)]
 
 
 def _noise_stays_inside(program: Program) -> bool:
