@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from graphrl.compiler.backends import get_backend
 from graphrl.compiler.differentiate import Differentiable, lower_differentiable
@@ -20,6 +21,7 @@ from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.trace import as_example, trace
+from graphrl.compiler.undo import kept_random_state
 from graphrl.compiler.verify import verify_lowered
 from graphrl.errors import GraphError, KeyMissingError, SpecError, did_you_mean
 from graphrl.graph import KeyedGraph
@@ -87,6 +89,7 @@ class CompiledGraph(TensorDictModuleBase):
         super().__init__()
         self.__dict__["graph"] = graph  # not a sub-module: a prefix in every state-dict name would follow
         self._modules, self._parameters, self._buffers = graph._modules, graph._parameters, graph._buffers
+        self._non_persistent_buffers_set = graph._non_persistent_buffers_set
         self.in_keys = normalize_keys(list(graph.in_keys))
         self.out_keys = [k for k in normalize_keys(list(graph.out_keys)) if k != DISCARD]
         self.backend, self.strict, self.verify = backend, strict, verify
@@ -123,6 +126,8 @@ class CompiledGraph(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Compute and write ``out_keys``; every other entry is left alone."""
+        if is_in_torch_dispatch_mode():  # someone traces or watches operations: compiled code would hide them
+            return self.graph(tensordict)
         inputs = []
         for key in self.in_keys:
             value = tensordict.get(key, None)
@@ -155,6 +160,8 @@ class CompiledGraph(TensorDictModuleBase):
         """Plain tensors in ``in_keys`` order to a tuple in ``out_keys`` order. No dictionary, no Dynamo guard."""
         if len(inputs) != len(self.in_keys):
             raise SpecError(f"got {len(inputs)} tensors, expected {len(self.in_keys)}: {self.in_keys}")
+        if is_in_torch_dispatch_mode():
+            return tuple(self._run_eagerly(inputs, torch.Size(_common_leading(inputs))))
         return tuple(self._run(inputs, None))
 
     def call_into(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -162,8 +169,7 @@ class CompiledGraph(TensorDictModuleBase):
 
         With the ``native`` backend they are written in place, without gradients and without a copy.
         """
-        last = self._last
-        entry = last[1] if last is not None and self._fits(last[0], inputs) else self._select(inputs, None)
+        entry = self._entry_for(inputs, None)
         if not isinstance(entry.run, Bound) or not all(t.is_contiguous() for t in inputs):
             for target, value in zip(outputs, self._run(inputs, None), strict=True):
                 target.copy_(value)
@@ -174,9 +180,28 @@ class CompiledGraph(TensorDictModuleBase):
             self._forget(str(change))
             self.call_into(inputs, outputs)
 
+    def bind_rows(
+        self, inputs: Sequence[Sequence[Tensor]], outputs: Sequence[Sequence[Tensor]]
+    ) -> Callable[[int], None]:
+        """``step(t)`` that computes ``outputs[t]`` from ``inputs[t]``: a collector's whole batch, checked once.
+
+        Both hold a tuple of tensors for each row. Bind again for every batch: modes and weights are looked at then, and
+        random draws are made for all rows at once. With ``native`` a step is one foreign call; otherwise
+        :meth:`call_into`.
+        """
+        entry = self._entry_for(inputs[0], None)
+        if isinstance(entry.run, Bound):
+            try:
+                step = entry.run.rows(inputs, outputs)
+            except StateChanged as change:
+                self._forget(str(change))
+                return self.bind_rows(inputs, outputs)
+            if step is not None:
+                return step
+        return lambda t: self.call_into(inputs[t], outputs[t])
+
     def _run(self, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> Sequence[Tensor]:
-        last = self._last
-        entry = last[1] if last is not None and self._fits(last[0], inputs) else self._select(inputs, batch_size)
+        entry = self._entry_for(inputs, batch_size)
         for t in inputs:
             if not t.is_contiguous():
                 inputs = [t.contiguous() for t in inputs]
@@ -187,9 +212,17 @@ class CompiledGraph(TensorDictModuleBase):
             self._forget(str(change))
             return self._run(inputs, batch_size)
 
-    def _fits(self, key: Any, inputs: Sequence[Tensor]) -> bool:
+    def _entry_for(self, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> Entry:
+        last = self._last
+        if last is not None and self._fits(last[0], inputs, batch_size):
+            return last[1]
+        return self._select(inputs, batch_size)
+
+    def _fits(self, key: Any, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> bool:
         """Whether the program compiled for ``key`` may run on these tensors, now."""
-        signature, modes, needs_grad = key
+        signature, modes, needs_grad, traced_batch_size = key
+        if batch_size is not None and batch_size != traced_batch_size:
+            return False
         for t, (shape, dtype, device) in zip(inputs, signature, strict=True):
             if t.shape != shape or t.dtype is not dtype or t.device != device:
                 return False
@@ -229,18 +262,22 @@ class CompiledGraph(TensorDictModuleBase):
             if not isinstance(value, Tensor):
                 raise SpecError(f"{key!r} is a {type(value).__name__}: expected a tensor")
         signature = tuple((t.shape, t.dtype, t.device) for t in inputs)
-        key = (signature, self._modes.now(), self._needs_grad(inputs))
-        with self._lock:
+        fixed = (signature, self._modes.now(), self._needs_grad(inputs))
+        with self._lock, kept_random_state():
+            if batch_size is None:  # plain tensors: any program for them will do
+                same = (key[3] for key in self._entries if key[:3] == fixed)
+                batch_size = next(same, torch.Size(_common_leading(inputs)))
+            key = (*fixed, batch_size)
             entry = self._entries.get(key)
             if entry is None:
-                entry = self._build(inputs, batch_size, grad=key[2] is not None)
+                entry = self._build(inputs, batch_size, grad=fixed[2] is not None)
                 if self._entries:
                     self.retraces.append(entry.reason)
                 self._entries[key] = entry
             self._last = key, entry
         return entry
 
-    def _build(self, inputs: Sequence[Tensor], batch_size: torch.Size | None, grad: bool) -> Entry:
+    def _build(self, inputs: Sequence[Tensor], batch_size: torch.Size, grad: bool) -> Entry:
         example = self._example(inputs, batch_size)
         needs = [t.requires_grad and grad for t in inputs]
         reason = f"first call with {', '.join(str(Port.of(k, t)) for k, t in zip(self.in_keys, inputs, strict=True))}"
@@ -265,18 +302,19 @@ class CompiledGraph(TensorDictModuleBase):
 
     def _eager_entry(self, example: TensorDictBase, reason: str) -> Entry:
         def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-            td = example.empty()
-            for key, tensor in zip(self.in_keys, inputs, strict=True):
-                td.set(key, tensor)
-            result = self.graph(td)
-            return [result.get(k) for k in self.out_keys]
+            return self._run_eagerly(inputs, example.batch_size)
 
         program = run_passes(trace(self.graph, example))
         return Entry(program, "eager graph", (), 0.0, reason, None, run, True)
 
-    def _example(self, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> TensorDict:
-        if batch_size is None:
-            batch_size = torch.Size(_common_leading(inputs))
+    def _run_eagerly(self, inputs: Sequence[Tensor], batch_size: torch.Size) -> list[Tensor]:
+        td = TensorDict({}, batch_size=batch_size)
+        for key, tensor in zip(self.in_keys, inputs, strict=True):
+            td.set(key, tensor)
+        result = self.graph(td)
+        return [result.get(k) for k in self.out_keys]
+
+    def _example(self, inputs: Sequence[Tensor], batch_size: torch.Size) -> TensorDict:
         td = TensorDict({}, batch_size=batch_size)
         for key, tensor in zip(self.in_keys, inputs, strict=True):
             td.set(key, tensor.detach())

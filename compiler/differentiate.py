@@ -13,10 +13,12 @@ from torch import Tensor, fx
 
 from graphrl.compiler.guards import LiveState
 from graphrl.compiler.lower import lower_with_fallback
+from graphrl.compiler.lowering import module_slots
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.trace import JointProgram, trace_joint
 from graphrl.compiler.verify import verify_lowered
+from graphrl.errors import CompileError
 
 __all__ = ["Differentiable", "lower_differentiable", "split"]
 
@@ -62,11 +64,13 @@ def lower_differentiable(
         parity = max(parity, verify_lowered(backward, run_backward, back_name, [*cotangents, *values]))
     live = LiveState(forward)
     draws = [n.draw for n in forward.noise]
-    function = _autograd_function(whole, saved_from, run_forward, run_backward)
+    unread = _unread_targets(whole)
+    reads = [slot.read for slot in module_slots([("", graph)]).values() if slot.name in unread]
+    function = _autograd_function(whole, unread, saved_from, run_forward, run_backward)
     n_out = len(whole.outputs)
 
     def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        outputs = function.apply(*inputs, *live(), *(draw() for draw in draws))
+        outputs = function.apply(*inputs, *live(), *(draw() for draw in draws), *(read() for read in reads))
         return outputs[:n_out]
 
     return Differentiable(forward, backward, name, (*refusals, *more), parity, run)
@@ -143,20 +147,28 @@ def _backward_values(
     return [arguments[i] if where == "argument" else saved[i] for where, i in saved_from]
 
 
+def _unread_targets(joint: JointProgram) -> list[str]:
+    """Parameters that get a gradient though no operation reads them, as a custom autograd function may have it."""
+    read = {slot.name for slot in joint.program.state}
+    return [str(where) for kind, where in joint.targets if kind == "state" and where not in read]
+
+
 def _autograd_function(
-    joint: JointProgram, saved_from: list[tuple[str, int]], run_forward: Any, run_backward: Any
+    joint: JointProgram, unread: list[str], saved_from: list[tuple[str, int]], run_forward: Any, run_backward: Any
 ) -> type[torch.autograd.Function]:
     n_in = len(joint.program.inputs) - len(joint.differentiable)
     n_out = len(joint.outputs)
+    n_read = n_in + len(joint.program.state) + len(joint.program.noise)
+    n_args = n_read + len(unread)
     state_at = {slot.name: n_in + i for i, slot in enumerate(joint.program.state)}
+    state_at |= {name: n_read + i for i, name in enumerate(unread)}
     slots = [where if kind == "input" else state_at[where] for kind, where in joint.targets]  # type: ignore[index]
-    n_args = n_in + len(joint.program.state) + len(joint.program.noise)
     flat = frozenset(range(n_out)) - set(joint.differentiable)
 
     class Compiled(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Tensor) -> tuple[Tensor, ...]:
-            results = tuple(run_forward(list(arguments)))
+            results = tuple(run_forward(list(arguments[:n_read])))
             ctx.save_for_backward(*_backward_values(joint, saved_from, arguments, results[n_out:]))
             # an output that is an input or was saved must be a tensor of its own for autograd
             outputs = tuple(r if all(r is not a for a in arguments) else r.view_as(r) for r in results[:n_out])
@@ -165,8 +177,11 @@ def _autograd_function(
             return outputs
 
         @staticmethod
-        @torch.autograd.function.once_differentiable
         def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+            if torch.is_grad_enabled():  # with create_graph the second derivative would silently be zero
+                raise CompileError(
+                    "a compiled graph has first derivatives only: for create_graph=True use the graph itself"
+                )
             wanted = [cotangents[i].contiguous() for i in joint.differentiable]
             gradients = run_backward([*wanted, *ctx.saved_tensors])
             out: list[Tensor | None] = [None] * n_args

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ class Bound:
         self._reuses_noise = _noise_stays_inside(program)
         self._mine = threading.local()
         self._write_into = getattr(lowered, "call_into", None)
+        self._row_draws: tuple[int, list[Tensor]] | None = None
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run on plain tensors in ``in_keys`` order."""
@@ -95,6 +96,17 @@ class Bound:
             return
         for target, value in zip(outputs, self(inputs), strict=True):
             target.copy_(value)
+
+    def rows(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[int], None] | None:
+        """A function of a row number, see :meth:`CompiledGraph.bind_rows`; ``None`` where the backend has none."""
+        bind_rows = getattr(self._lowered, "bind_rows", None)
+        if bind_rows is None or not self._reuses_noise:
+            return None
+        if self._row_draws is None or self._row_draws[0] != len(inputs):
+            draws = [torch.empty(len(inputs), *n.shape, dtype=n.dtype, device=n.device) for n in self._noise]
+            self._row_draws = (len(inputs), draws)
+        draws = [n.redraw(rows) for n, rows in zip(self._noise, self._row_draws[1], strict=True)]
+        return bind_rows(inputs, self._live(), draws, outputs)
 
     def _draws(self) -> Sequence[Tensor]:
         if not self._noise:

@@ -43,7 +43,8 @@ def _reader(store: dict[str, Any], name: str) -> Callable[[], Tensor]:
 def lift_state(traced: fx.GraphModule, known: dict[int, StateSlot]) -> tuple[fx.GraphModule, list[StateSlot]]:
     """Turn every tensor the trace captured into a placeholder behind the inputs; return them as state slots, in order.
 
-    A captured tensor that is in no module is a constant: a literal of the user's code or a closed-over tensor.
+    A captured tensor that is in no module is a constant where it is a literal of the user's code. A closed-over
+    tensor stays live, like a buffer: whoever holds it may write it.
     """
     graph = traced.graph
     last = [n for n in graph.nodes if n.op == "placeholder"]
@@ -56,7 +57,8 @@ def lift_state(traced: fx.GraphModule, known: dict[int, StateSlot]) -> tuple[fx.
             if id(tensor) not in lifted:
                 slot = known.get(id(tensor))
                 if slot is None:
-                    slot = StateSlot.of(f"constant_{len(slots)}", lambda t=tensor: t, "constant")
+                    name, kind = ("constant", "constant") if _is_literal(node) else ("captured", "buffer")
+                    slot = StateSlot.of(f"{name}_{len(slots)}", lambda t=tensor: t, kind)
                 with graph.inserting_after(anchor) if anchor else graph.inserting_before(next(iter(graph.nodes))):
                     anchor = graph.placeholder(f"state_{len(slots)}")
                 lifted[id(tensor)] = anchor
@@ -66,8 +68,16 @@ def lift_state(traced: fx.GraphModule, known: dict[int, StateSlot]) -> tuple[fx.
     for node in reversed(list(graph.nodes)):
         if "_record_function" in str(node.target):  # optimisers mark their step for the profiler
             graph.erase_node(node)
+        elif node.target is torch.ops.aten.native_batch_norm.default and node.args[3] is not None and node.args[5]:
+            node.target = torch.ops.aten._native_batch_norm_legit.default  # the same, but it declares its writes
     graph.lint()
     return fx.GraphModule(traced, graph), slots
+
+
+def _is_literal(node: fx.Node) -> bool:
+    """Whether a captured tensor was made by the traced code itself, as ``torch.tensor(2.0)`` is."""
+    fresh = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+    return all(user.target in fresh for user in node.users)
 
 
 def fake_like(tensors: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:

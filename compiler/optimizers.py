@@ -78,6 +78,7 @@ class TracedOptimizers:
     def watch_states(self) -> None:
         """Take note of the present state dictionaries; widen step counters."""
         self._states = [o.state for o in self.optimizers]
+        self._stateful = [len(o.state) for o in self.optimizers]
         for optimizer in self.optimizers:
             for param, state in optimizer.state.items():
                 step = state.get("step")
@@ -89,7 +90,9 @@ class TracedOptimizers:
         return any(o.state is not s for o, s in zip(self.optimizers, self._states, strict=True))
 
     def hyperparameters_changed(self) -> bool:
-        """Whether anything but a learning rate was changed since the trace."""
+        """Whether anything but a learning rate was changed since the trace, or an optimiser's state was reset."""
+        if [len(o.state) for o in self.optimizers] != self._stateful:
+            return True
         for (optimizer, i), (count, names, values, params) in zip(self._groups, self._fixed, strict=True):
             if len(optimizer.param_groups) != count:
                 return True
@@ -140,20 +143,22 @@ class TracedOptimizers:
         handles = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
         for rate, (optimizer, group) in zip(self._rates, self._groups, strict=True):
             optimizer.param_groups[group]["lr"] = rate
-        branching = [
-            group for o in self.optimizers for group in o.param_groups if type(o).__name__ in _BRANCH_ON_THE_STEP
+        groups = [(type(o).__name__, group) for o in self.optimizers for group in o.param_groups]
+        options = [
+            *((group, "capturable", True) for name, group in groups if name in _BRANCH_ON_THE_STEP),
+            *((group, "foreach", False) for _, group in groups if group.get("foreach")),  # it refuses lr as a tensor
         ]
-        capturable = [group["capturable"] for group in branching]
-        for group in branching:
-            group["capturable"] = True
+        before = [group[option] for group, option, _ in options]
+        for group, option, value in options:
+            group[option] = value
         try:
             yield
         finally:
             torch.compiler._is_compiling_flag = flag_before
             for handle in handles:
                 handle.remove()
-            for group, value in zip(branching, capturable, strict=True):
-                group["capturable"] = value
+            for (group, option, _), value in zip(options, before, strict=True):
+                group[option] = value
             for value, (optimizer, group) in zip(self._rate_values, self._groups, strict=True):
                 optimizer.param_groups[group]["lr"] = value
 

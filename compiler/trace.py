@@ -180,15 +180,27 @@ def _name(graph: Any) -> str:
     )
 
 
-class _ScalarTensors(TorchFunctionMode):
-    """Lets optimiser arithmetic take 0-d tensors where ATen wants numbers: ``p.add_(g, alpha=lr)``, ``lr`` a tensor.
+class _ShapeFromValues(Exception):
+    """An operation whose result has as many entries as its input's values say."""
 
-    Eager would call ``.item()`` there, which would freeze the learning rate into the program.
+
+_SHAPE_FROM_VALUES = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
+
+
+class _TraceableCalls(TorchFunctionMode):
+    """Refuses operations whose result's shape depends on values, while the user's line is still known.
+
+    Lets optimiser arithmetic take 0-d tensors where ATen wants numbers: ``p.add_(g, alpha=lr)``, ``lr`` a tensor. Eager
+    would call ``.item()`` there, which would freeze the learning rate into the program.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name in _SHAPE_FROM_VALUES or (name == "where" and len(args) + len(kwargs) == 1):
+            raise _ShapeFromValues(name)
+        if name == "__getitem__" and any(_is_mask(i) for i in (args[1] if isinstance(args[1], tuple) else args[1:])):
+            raise _ShapeFromValues("indexing with a mask")
         if isinstance(kwargs.get("alpha"), Tensor) and name in ("add", "add_", "sub", "sub_"):
             args = (args[0], args[1] * kwargs.pop("alpha"))
         elif isinstance(kwargs.get("value"), Tensor) and name in ("addcdiv", "addcdiv_", "addcmul", "addcmul_"):
@@ -198,15 +210,24 @@ class _ScalarTensors(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
 @contextlib.contextmanager
 def tracing(what: str) -> Iterator[None]:
     """The state in which code is traced: distribution checks off, tracer errors turned into :class:`TraceError`."""
     validate = torch.distributions.Distribution._validate_args
     torch.distributions.Distribution.set_default_validate_args(False)
     try:
-        with _ScalarTensors(), warnings.catch_warnings():
+        with _TraceableCalls(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*treespec.*")
             yield
+    except _ShapeFromValues as error:
+        raise TraceError(
+            f"{what} makes a tensor whose shape depends on values ({error}), at {_user_line(error)}: a program has "
+            "fixed shapes. Keep every entry and use torch.where, or multiply by the mask"
+        ) from error
     except Exception as error:
         if any(sign in str(cause) for cause in _causes(error) for sign in _VALUE_SIGNS):
             raise TraceError(

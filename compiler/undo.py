@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -11,7 +12,26 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Undo"]
+__all__ = ["Undo", "kept_random_state"]
+
+_UNDECLARED_WRITES = {
+    getattr(torch.ops.aten, f"{name}batch_norm"): ("running_mean", "running_var")
+    for name in ("native_", "cudnn_", "miopen_")
+}
+"""Operations that write arguments their schema calls read-only, and which ones."""
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Put the CPU and CUDA generators back at the end, as if nothing had been drawn."""
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
 
 
 class Undo(TorchDispatchMode):
@@ -19,7 +39,7 @@ class Undo(TorchDispatchMode):
 
     Tensors made inside (lazily created optimiser moments, say) go back to the value they were born with, so a step
     run under ``Undo`` leaves the optimiser as if it had been initialised and never stepped. ``grads_of`` names the
-    tensors whose ``.grad`` is put back too. CPU and CUDA generators are restored on exit.
+    tensors that start without a ``.grad`` and get theirs back. CPU and CUDA generators are restored on exit.
     """
 
     def __init__(self, grads_of: Iterable[Tensor] = ()) -> None:
@@ -28,8 +48,10 @@ class Undo(TorchDispatchMode):
         self._grads = [(t, t.grad) for t in grads_of]
 
     def __enter__(self) -> Undo:
-        self._cpu_rng = torch.get_rng_state()
-        self._cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self._random = contextlib.ExitStack()
+        self._random.enter_context(kept_random_state())
+        for tensor, _ in self._grads:
+            tensor.grad = None
         super().__enter__()
         return self
 
@@ -37,16 +59,15 @@ class Undo(TorchDispatchMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        torch.set_rng_state(self._cpu_rng)
-        if self._cuda_rng is not None:
-            torch.cuda.set_rng_state_all(self._cuda_rng)
+        self._random.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         schema = func._schema
-        if schema.is_mutable:
+        hidden = _UNDECLARED_WRITES.get(func._overloadpacket, ())
+        if schema.is_mutable or hidden:
             for i, argument in enumerate(schema.arguments):
-                if argument.alias_info is None or not argument.alias_info.is_write:
+                if argument.name not in hidden and (argument.alias_info is None or not argument.alias_info.is_write):
                     continue
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
                 for tensor in tree_leaves(value):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,8 +20,9 @@ from graphrl.compiler.passes.guard_nonfinite import FINITE, guard_nonfinite
 from graphrl.compiler.passes.lift_random import lift_random
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
+from graphrl.compiler.reachable import find_reachable
 from graphrl.compiler.trace import tracing
-from graphrl.compiler.undo import Undo
+from graphrl.compiler.undo import Undo, kept_random_state
 from graphrl.compiler.verify import verify_lowered
 from graphrl.errors import KeyMissingError, NonFiniteError, ParityError, SpecError, TraceError
 from graphrl.keys import Key, encode_key, normalize_key
@@ -100,7 +100,7 @@ class CompiledUpdate:
                 self.retraces.append("hyperparameters or weights were replaced")
             elif entry.inputs_for(batch, index) is not None:
                 return entry
-        with step_line(f"compile update with {self.backend}"):
+        with step_line(f"compile update with {self.backend}"), kept_random_state():
             entry = _UpdateEntry(self, batch, index)
         if self._entries:
             self.retraces.append(entry.summary.reason)
@@ -115,7 +115,7 @@ class _UpdateEntry:
         start = time.perf_counter()
         self.step = owner.step
         self.batch_size = batch.batch_size
-        modules = find_modules(owner.step)
+        modules = find_reachable(owner.step, nn.Module)
         self._modes = Modes([m for _, root in modules for m in root.modules()])
         self._traced_modes = self._modes.now()
         keys = [normalize_key(k) for k in batch.keys(True, True) if isinstance(batch.get(k), Tensor)]
@@ -155,8 +155,9 @@ class _UpdateEntry:
                 td = td[leaves[-1]]
             return shape.flatten(self.step(td))
 
-        parameters = [p for _, root in modules for p in root.parameters()]
-        undo = Undo(parameters)
+        grads_of = {id(p): p for _, root in modules for p in root.parameters()}
+        grads_of |= {id(t): t for _, t in find_reachable(self.step, Tensor) if t.is_leaf and t.requires_grad}
+        undo = Undo(grads_of.values())
         with record_optimizers() as found:
             try:
                 with torch.enable_grad(), undo:
@@ -164,7 +165,6 @@ class _UpdateEntry:
             finally:
                 undo.restore()
         optimizers = TracedOptimizers(found)
-        grads_of = {id(p): p for p in parameters}
         grads_of |= {id(p): p for o in found for g in o.param_groups for p in g["params"]}
         undo = Undo(grads_of.values())
         try:
@@ -297,45 +297,6 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     """Relative distance in the Euclidean norm: a first optimiser step amplifies rounding in single entries."""
     a, b = found.double(), expected.double()
     return float((a - b).norm() / b.norm().clamp_min(1e-12)) if a.numel() else 0.0
-
-
-def find_modules(step: Callable[..., Any]) -> list[tuple[str, nn.Module]]:
-    """Modules a function can reach through its closure, its globals or its object, with the names it knows them by."""
-    found: dict[int, tuple[str, nn.Module]] = {}
-
-    def note(name: str, value: Any, deep: bool = True) -> None:
-        if isinstance(value, nn.Module):
-            found.setdefault(id(value), (name, value))
-        elif inspect.isfunction(value) and value is not step and deep:
-            for inner, module in find_modules(value) if value.__closure__ else ():
-                note(inner, module)
-        elif isinstance(value, (list, tuple)) and deep:
-            for i, item in enumerate(value):
-                note(f"{name}.{i}", item, deep=False)
-        elif isinstance(value, dict) and deep:
-            for key, item in value.items():
-                note(f"{name}.{key}", item, deep=False)
-
-    function = step
-    while hasattr(function, "func"):  # functools.partial
-        for name, value in (*function.keywords.items(), *((f"argument_{i}", a) for i, a in enumerate(function.args))):
-            note(name, value)
-        function = function.func
-    owner = getattr(function, "__self__", None)
-    if owner is not None:
-        note("self", owner)
-        for name, value in vars(owner).items():
-            note(name, value)
-    function = getattr(function, "__func__", function)
-    if not inspect.isfunction(function) and callable(function):
-        for name, value in getattr(function, "__dict__", {}).items():
-            note(name, value)
-        function = getattr(type(function).__call__, "__func__", type(function).__call__)
-    if inspect.isfunction(function):
-        variables = inspect.getclosurevars(function)
-        for name, value in (*variables.nonlocals.items(), *variables.globals.items()):
-            note(name, value)
-    return list(found.values())
 
 
 def _ports(batch: TensorDictBase, keys: Sequence[Key], index: Tensor | None) -> tuple[tuple[Port, ...], list[Tensor]]:

@@ -75,7 +75,9 @@ def main(options: Options) -> float:
 
     # Three compiled programs: the policy for collection, the advantage of a batch, the whole update of a minibatch.
     policy = grl.compile(actor, backend=options.policy_backend)
-    advantage = grl.compile(GAE(critic, gamma=options.gamma, lmbda=options.lmbda, average_gae=True), backend=options.update_backend)
+    advantage = grl.compile(
+        GAE(critic, gamma=options.gamma, lmbda=options.lmbda, average_gae=True), backend=options.update_backend
+    )
     update = grl.compile_update(step, backend=options.update_backend)
 
     frames = max(options.total_frames // options.frames_per_batch, 1) * options.frames_per_batch
@@ -101,7 +103,9 @@ def main(options: Options) -> float:
 
     with GymEnv(options.env_id, num_envs=1) as test_env:
         result = evaluate(test_env, policy, options.eval_episodes, seed=options.seed + 1000)
-    print(f"return of the deterministic policy over {options.eval_episodes} episodes: {result.mean:.1f} +- {result.std:.1f}")
+    print(
+        f"return of the deterministic policy over {options.eval_episodes} episodes: {result.mean:.1f} +- {result.std:.1f}"
+    )
     collector.shutdown()
     env.close()
     return result.mean

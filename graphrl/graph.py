@@ -98,12 +98,15 @@ class KeyedGraph(TensorDictModuleBase):
 
     def get_dist(self, tensordict: TensorDictBase) -> torch.distributions.Distribution:
         """The action distribution of the last probabilistic node, from the batch; the batch is left as it was."""
+        self._check_present(tensordict)
+        nodes = list(self.nodes.values())
+        last = max((i for i, node in enumerate(nodes) if _has_distribution(node)), default=None)
+        if last is None:
+            raise GraphError(f"no node of this graph has a distribution; its nodes are {_names(self)}")
         scratch = tensordict.copy()
-        for node in self.nodes.values():
-            if _has_distribution(node):
-                return node.get_dist(scratch)
+        for node in nodes[:last]:
             node(scratch)
-        raise GraphError(f"no node of this graph has a distribution; its nodes are {_names(self)}")
+        return nodes[last].get_dist(scratch)
 
     # ---- looking
 
@@ -170,10 +173,12 @@ class KeyedGraph(TensorDictModuleBase):
         keep = {id(node) for node, alive in zip(flat, live, strict=True) if alive}
         if wanted is None and given is None:
             wanted = list(self.out_keys)
-        graph = KeyedGraph.__new__(KeyedGraph)
-        TensorDictModuleBase.__init__(graph)
-        graph.nodes = nn.ModuleDict(_pruned(self.nodes.items(), keep))
-        graph.train(self.training) if not keep else setattr(graph, "training", self.training)
+        graph = _graph_of(_pruned(self.nodes.items(), keep), self)
+        if wanted is None:  # what this graph shows and the nodes left can write
+            written = _Dataflow(graph).written
+            wanted = [key for key in self.out_keys if key in written]
+            if not wanted:
+                raise GraphError(f"no out_key of {self.out_keys} can be computed from in_keys {given}")
         graph._connect(wanted)
         return graph
 
@@ -265,7 +270,8 @@ class _Dataflow:
 def _has_distribution(node: nn.Module) -> bool:
     if isinstance(node, KeyedGraph):
         return any(_has_distribution(inner) for inner in node.nodes.values())
-    return _has_distribution(node.graph) if isinstance(node, _Renamed) else hasattr(node, "get_dist")
+    inner = getattr(node, "graph", None)  # a renamed or compiled graph has what the graph behind it has
+    return _has_distribution(inner) if isinstance(inner, nn.Module) else hasattr(node, "get_dist")
 
 
 def _as_node(node: Any, index: int) -> TensorDictModuleBase:
@@ -322,13 +328,25 @@ def _pruned(items: Iterable[tuple[str, nn.Module]], keep: set[int]) -> dict[str,
         if all(alive):
             out[name] = node
         elif any(alive):
-            inner = node.nodes if isinstance(node, KeyedGraph) else node.module
-            graph = KeyedGraph.__new__(KeyedGraph)
-            TensorDictModuleBase.__init__(graph)
-            graph.nodes = nn.ModuleDict(_pruned([(n, m) for n, m in inner.named_children()], keep))
-            graph._connect(None)
+            graph = _graph_of(_pruned(_place(node).named_children(), keep), node)
+            graph._connect(_Dataflow(graph).written)
             out[name] = graph
     return out
+
+
+def _place(node: nn.Module) -> nn.Module:
+    """The container that holds a sequence's children."""
+    return node._modules["nodes" if "nodes" in node._modules else "module"]
+
+
+def _graph_of(nodes: dict[str, nn.Module], origin: nn.Module) -> KeyedGraph:
+    """A graph of ``nodes``, held under the name under which ``origin`` holds them, so that state-dict names stay."""
+    graph = KeyedGraph.__new__(KeyedGraph)
+    TensorDictModuleBase.__init__(graph)
+    name = next(name for name, child in origin.named_children() if child is _place(origin))
+    graph._modules[name] = graph.__dict__["nodes"] = nn.ModuleDict(nodes)
+    graph._modules[name].training = graph.training = origin.training
+    return graph
 
 
 Versions = list[tuple[list[KeyVersion], list[KeyVersion]]]

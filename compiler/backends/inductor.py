@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +47,8 @@ class Inductor:
     def lower(self, program: Program) -> Lowered:
         arguments = program.arguments([torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in program.inputs])
         try:
-            return _compile_directly(program, arguments)
+            with _quietly():
+                return _compile_directly(program, arguments)
         except (ImportError, AttributeError):  # a torch whose private entries moved
             compiled = torch.compile(program.graph_module, dynamic=False, fullgraph=True)
             return lambda values: compiled(*values)
@@ -73,7 +75,7 @@ def _compile_directly(program: Program, arguments: list[Tensor]) -> Lowered:
         module = make_fx(program.graph_module, decomposition_table=table, tracing_mode="real")(*fakes)
     module = _returning_tuple(module)
     settings: dict[str, Any] = {"size_asserts": False, "fallback_random": True, "cpp.threads": chosen_threads(program)}
-    with config.patch(settings), torch._guards.tracing(torch._guards.TracingContext(mode)), _quietly():
+    with config.patch(settings), torch._guards.tracing(torch._guards.TracingContext(mode)):
         compiled = compile_fx_inner(copy.deepcopy(module), fakes)
     return getattr(compiled, "current_callable", None) or compiled  # the inner callable skips profiling checks
 
@@ -106,8 +108,12 @@ def _returning_tuple(module: fx.GraphModule) -> fx.GraphModule:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep the C++ compiler's chatter off the user's screen; errors are raised anyway."""
-    with contextlib.redirect_stderr(io.StringIO()):
+    """Keep the C++ compiler's chatter, and torch's warnings about its own parts, off the user's screen.
+
+    Errors are raised anyway.
+    """
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         yield
 
 

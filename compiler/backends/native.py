@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,6 +81,7 @@ class NativeProgram:
         self._fresh = [i for i in range(self._last + len(program.noise)) if not self._first <= i < self._last]
         self._pack = struct.Struct(f"{self._last + len(program.noise) + len(outputs)}P").pack
         self._state: list[int] = []
+        self._bound: tuple[Any, list[bytes]] = (None, [])
 
     def __call__(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         """Run on all placeholder values: inputs, state, draws. Returns fresh outputs in order."""
@@ -98,6 +100,34 @@ class NativeProgram:
                 return self._call_copied(arguments, outputs)
             self._state = pointers[self._first : self._last]
         self._function(self._pack(*pointers, *map(_data_ptr, outputs)))
+
+    def bind_rows(
+        self,
+        inputs: Sequence[Sequence[Tensor]],
+        state: Sequence[Tensor],
+        draws: Sequence[Tensor],
+        outputs: Sequence[Any],
+    ) -> Callable[[int], None] | None:
+        """``step(t)``: row ``t`` of ``outputs`` from row ``t`` of ``inputs``, one foreign call and no Python besides.
+
+        inputs, outputs: a tuple of tensors a row, in order. draws: each ``[rows, *shape]``. All memory must outlive the
+        result. ``None`` where a tensor is not contiguous.
+        """
+        addresses = [t.data_ptr() for t in (*state, *draws)]
+        key = (id(inputs), id(outputs), addresses)
+        if self._bound[0] is None or self._bound[0][:3] != key:
+            if not all(t.is_contiguous() for t in (*state, *(t for row in (*inputs, *outputs) for t in row))):
+                return None
+            columns = [[t.data_ptr() for t in draw.unbind(0)] for draw in draws]
+            packed = [
+                self._pack(
+                    *map(_data_ptr, row), *addresses[: len(state)], *(c[t] for c in columns), *map(_data_ptr, out)
+                )
+                for t, (row, out) in enumerate(zip(inputs, outputs, strict=True))
+            ]
+            self._bound = ((*key, inputs, outputs), packed)
+        function, packed = self._function, self._bound[1]
+        return lambda t: function(packed[t])
 
     def _check_state(self, arguments: Sequence[Tensor]) -> bool:
         """Whether the state tensors, which moved since the last call, can be read in place."""

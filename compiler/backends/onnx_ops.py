@@ -38,7 +38,8 @@ COMPARISONS = frozenset(("gt", "ge", "lt", "le", "eq", "ne"))
 SAME = frozenset(("alias", "detach", "clone", "lift_fresh_copy"))
 RESHAPES = frozenset(("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze"))
 FILLED = {"full": "fill_value", "full_like": "fill_value", "scalar_tensor": "s", "zeros": 0, "ones": 1, "zeros_like": 0,
-          "ones_like": 1, "empty": 0, "empty_like": 0, "new_zeros": 0, "new_ones": 1, "new_full": "fill_value"}  # fmt: skip
+          "ones_like": 1, "empty": 0, "empty_like": 0, "new_zeros": 0, "new_ones": 1,
+          "new_full": "fill_value"}  # fmt: skip
 REDUCTIONS = {"sum": "ReduceSum", "mean": "ReduceMean", "amax": "ReduceMax", "amin": "ReduceMin", "prod": "ReduceProd",
               "linalg_vector_norm": "ReduceL2"}  # fmt: skip
 
@@ -304,6 +305,11 @@ def _cast(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
     return w.read(args["self"], value_of(node).dtype)
 
 
+def _read_source(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
+    w.fixes_batch(node)
+    return w.read(args["src"], value_of(node).dtype)
+
+
 def _arange(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
     return w.const(torch.arange(args["start"], args["end"], args["step"], dtype=value_of(node).dtype).numpy())
 
@@ -395,5 +401,6 @@ _HANDLERS: dict[str, Callable[[Writer, fx.Node, dict[str, Any]], Any]] = {
     "silu": _silu, "log1p": _log1p, "expm1": _expm1, "rsqrt": _rsqrt, "leaky_relu": _leaky_relu, "_to_copy": _cast,
     "arange": _arange, "fmod": _fmod, "cumsum": _cumsum, "var": _variance, "native_layer_norm": _layer_norm,
     "trunc": lambda w, node, args: _truncate(w, w.names[args["self"]]),
+    "copy": lambda w, node, args: w.op("Expand", _read_source(w, node, args), w.ints(value_of(node).shape)),
     "embedding": lambda w, node, args: w.op("Gather", w.names[args["weight"]], w.names[args["indices"]], axis=0),
 }  # fmt: skip

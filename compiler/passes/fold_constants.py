@@ -28,9 +28,11 @@ def fold_constants(program: Program) -> Program:
     after    z = (x - mean) / s                              s: a constant
 
     Weights are constants only after :func:`freeze_state`; for a live program this folds literals alone. Draws and
-    writes are never folded.
+    writes are never folded, nor is an output: the caller must get a tensor of its own at each call.
     """
     graph = program.copy_graph()
+    (output,) = (n for n in graph.nodes if n.op == "output")
+    outputs = output.all_input_nodes
     places = [n for n in graph.nodes if n.op == "placeholder"]
     first = len(program.inputs)
     known: dict[fx.Node, Tensor] = {
@@ -40,7 +42,7 @@ def fold_constants(program: Program) -> Program:
     }
     folded: dict[fx.Node, Tensor] = {}
     for node in list(graph.nodes):
-        if node.op == "call_function" and _foldable(node, known):
+        if node.op == "call_function" and node not in outputs and _foldable(node, known):
             value = _evaluate(node, known)
             if isinstance(value, Tensor):
                 known[node] = folded[node] = value.contiguous()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -16,49 +16,72 @@ aten = torch.ops.aten
 
 
 def lift_random(program: Program) -> Program:
-    """Make every normal and uniform draw an input that is drawn by torch's own generator just before the call.
+    """Make every random draw an input that is drawn by torch's own generator just before the call.
 
     before   e = randn([B, A]);  action = loc + scale * e
     after    action = loc + scale * noise_0              noise_0: [B, A], drawn in the order of the eager code
 
     So a compiled program makes eager's draws, one for one, under the same seed, and what a backend compiles is a
-    pure function. Draws whose distribution is not fixed beforehand (bernoulli, multinomial) stay in the graph.
+    pure function. A draw from probabilities becomes a function of a fixed one, as inside torch: ``uniform < p``, and
+    ``argmax(p / exponential)`` for one multinomial sample. Several multinomial samples stay in the graph.
     """
     graph = program.copy_graph()
     places = [n for n in graph.nodes if n.op == "placeholder"]
     anchor = places[-1] if places else None
     noise = list(program.noise)
     for node in list(graph.nodes):
-        drawn = _standard(node)
+        drawn = _drawn(node) if node.op == "call_function" else None
         if drawn is None:
             continue
-        kind, finish = drawn
-        value: Tensor = node.meta["val"]
+        value: Tensor = drawn.like.meta["val"]
+        strides = None if value.is_contiguous() else tuple(value.stride())
         with graph.inserting_after(anchor) if anchor else graph.inserting_before(next(iter(graph.nodes))):
             anchor = graph.placeholder(f"noise_{len(noise)}")
-        anchor.meta["val"] = value
-        noise.append(Noise(tuple(value.shape), value.dtype, value.device, kind))
+        anchor.meta["val"] = value.contiguous()
+        noise.append(Noise(tuple(value.shape), value.dtype, value.device, drawn.kind, drawn.options, strides))
         with graph.inserting_before(node):
-            node.replace_all_uses_with(finish(graph, anchor, node))
+            node.replace_all_uses_with(drawn.finish(graph, anchor, node))
         graph.erase_node(node)
     if len(noise) == len(program.noise):
         return program
     return program.with_graph(graph, noise=tuple(noise))
 
 
-def _standard(node: fx.Node) -> tuple[str, Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]] | None:
-    """``(kind, finish)`` for a draw that is a function of standard normal or uniform noise, else ``None``."""
+class _Draw(NamedTuple):
+    """A fixed draw shaped as the value of ``like``, and what turns it into the result of the node."""
+
+    like: fx.Node
+    kind: str
+    options: tuple[Any, ...] = ()
+    finish: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node] = lambda graph, noise, node: noise
+
+
+def _drawn(node: fx.Node) -> _Draw | None:
+    """The fixed draw behind a node, or ``None`` when it draws nothing, or nothing fixed."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet in (aten.randn, aten.randn_like):
-        return "normal", lambda graph, noise, _: noise
+        return _Draw(node, "normal")
     if packet in (aten.rand, aten.rand_like):
-        return "uniform", lambda graph, noise, _: noise
-    if packet in (aten.normal_functional,) or node.target is aten.normal.float_float:
-        return "normal", _affine_normal
+        return _Draw(node, "uniform")
+    if packet is aten.normal_functional or node.target is aten.normal.float_float:
+        return _Draw(node, "normal", (), _affine_normal)
     if packet is aten.normal:
-        return "normal", _tensor_normal
-    if packet is aten.uniform and len(node.args) <= 3:
-        return "uniform", _affine_uniform
+        return _Draw(node, "normal", (), _tensor_normal)
+    if packet is aten.uniform:
+        return _Draw(node, "uniform", (), _affine_uniform)
+    if packet in (aten.randint, aten.randint_like):
+        sized = node.args if packet is aten.randint else (*node.args[1:], None)
+        low, high = (0, sized[0]) if len(sized) == 2 else sized[:2]
+        return _Draw(node, "random", (low, high))
+    if node.target is aten.randperm.default:
+        return _Draw(node, "randperm")
+    if node.target is aten.bernoulli.default:
+        return _Draw(node.args[0], "uniform", (), _below_probability)
+    if node.target is aten.multinomial.default and node.args[1] == 1:
+        return _Draw(node.args[0], "exponential", (1.0,), _largest_quotient)
+    if packet in (aten.bernoulli, aten.exponential, aten.geometric, aten.log_normal, aten.cauchy):
+        if not any(isinstance(a, fx.Node) for a in node.args[1:]):
+            return _Draw(node, packet.__name__, tuple(node.args[1:]))
     return None
 
 
@@ -85,3 +108,17 @@ def _affine_uniform(graph: fx.Graph, noise: fx.Node, node: fx.Node) -> fx.Node:
     low, high = (*node.args[1:3], *(0.0, 1.0)[len(node.args[1:3]) :])
     scaled = _made(graph, aten.mul.Tensor, noise, high - low, like=node)
     return _made(graph, aten.add.Tensor, scaled, low, like=node)
+
+
+def _below_probability(graph: fx.Graph, noise: fx.Node, node: fx.Node) -> fx.Node:
+    value = node.meta["val"]
+    below = graph.call_function(aten.lt.Tensor, (noise, node.args[0]))
+    below.meta["val"] = torch.empty_like(value, dtype=torch.bool)
+    result = _made(graph, aten._to_copy.default, below, like=node)
+    result.kwargs = {"dtype": value.dtype}
+    return result
+
+
+def _largest_quotient(graph: fx.Graph, noise: fx.Node, node: fx.Node) -> fx.Node:
+    quotient = _made(graph, aten.div.Tensor, node.args[0], noise, like=node.args[0])
+    return _made(graph, aten.argmax.default, quotient, -1, True, like=node)

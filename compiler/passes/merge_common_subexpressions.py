@@ -20,17 +20,20 @@ def merge_common_subexpressions(program: Program) -> Program:
     after    a = tanh(x);                return (a + 1, a + 2)
 
     This is what shares the trunk of an actor and a critic, and of a loss and its metrics. Draws and writes are never
-    merged.
+    merged, and two outputs stay two tensors: whoever gets them may write one of them.
     """
     graph = program.copy_graph()
+    (output,) = (n for n in graph.nodes if n.op == "output")
+    outputs = set(output.all_input_nodes)
     first: dict[Hashable, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or _has_effect(node):
             continue
         key = (node.target, _frozen(node.args), _frozen(node.kwargs))
         known = first.setdefault(key, node)
-        if known is not node:
+        if known is not node and not (node in outputs and known in outputs):
             node.replace_all_uses_with(known)
+            outputs.update({known} & {n for n in output.all_input_nodes})
             graph.erase_node(node)
     return program.with_graph(graph)
 

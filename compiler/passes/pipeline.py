@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from graphrl.compiler.passes.eliminate_dead_code import eliminate_dead_code
+from graphrl.compiler.passes.eliminate_dead_code import drop_unread_draws, eliminate_dead_code
 from graphrl.compiler.passes.fold_constants import fold_constants, freeze_state
 from graphrl.compiler.passes.fold_normalizer import fold_normalizer
 from graphrl.compiler.passes.merge_common_subexpressions import merge_common_subexpressions
@@ -32,6 +32,7 @@ DEPLOY: tuple[Pass, ...] = (
     fold_normalizer,  # after folding: the standard deviation, and W.T, must each be one constant
     merge_common_subexpressions,  # two heads behind one normaliser now read the same source
     eliminate_dead_code,
+    drop_unread_draws,  # last: a draw may just have become unread
 )
 """For a policy that leaves for a robot: weights become constants."""
 

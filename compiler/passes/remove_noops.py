@@ -21,11 +21,14 @@ def remove_noops(program: Program) -> Program:
     before   y = alias(x);  z = view(y, [5, 3]);  return tanh(z)     x: [5, 3]
     after    return tanh(x)
 
-    ``clone`` stays: its source may be written at the end of the program.
+    ``clone`` stays: its source may be written at the end of the program. So does a cast that is an output, which
+    eager returns as a tensor of its own.
     """
     graph = program.copy_graph()
+    (output,) = (n for n in graph.nodes if n.op == "output")
+    copies = {n for n in output.all_input_nodes if n.target is aten._to_copy.default}
     for node in list(graph.nodes):
-        if node.op == "call_function" and _is_noop(node):
+        if node.op == "call_function" and node not in copies and _is_noop(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     return program.with_graph(graph)

@@ -107,6 +107,7 @@ class SyncCollector:
         with torch.no_grad(), set_interaction_type(InteractionType.RANDOM):
             carries, self._carries = self._carries, False  # until the batch is finished
             self._begin(carries)
+            self._driver.prepare()
             self._collect()
         batch = self._deliver(self._driver.buffers)
         self._carries, self._use_count = True, self.env.use_count

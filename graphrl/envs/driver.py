@@ -27,7 +27,7 @@ class Driver:
     ``act(t)`` calls the policy on root row t and stores what it writes; ``step(t)`` steps the environment.
 
     policy: an object with ``in_keys``, ``out_keys`` and ``call(*tensors) -> tuple`` (and, faster still,
-    ``call_into(inputs, outputs)`` that writes into given rows); a TensorDict module; a function of a TensorDict; or
+    ``call_into`` or ``bind_rows``, which write into given rows); a TensorDict module; a function of a TensorDict; or
     None for random actions. device: where the policy lives; rows are copied there and back. primers: ``{key: Spec}``
     of recurrent entries, ``[num_envs, ...]``: zero when an episode starts, then what the policy wrote to
     ``("next", key)``. A policy that reads ``is_init`` gets it: bool ``[num_envs, 1]``, true on first steps.
@@ -75,6 +75,11 @@ class Driver:
             else:
                 rows[0].copy_(root[key])
         self.buffers.clear_flags()
+
+    def prepare(self) -> None:
+        """Before each batch: let a policy that can do so bind all rows at once."""
+        if self._rows is not None and self.policy is not None and self.policy.bind_rows and self.device.type == "cpu":
+            self.act = self.policy.bind_rows(self._inputs, self._rows)
 
     def carry(self) -> None:
         """Go on with the episodes in progress: the last root row becomes row 0."""

@@ -17,16 +17,19 @@ Call = Callable[..., tuple[Tensor, ...]]
 
 
 class KeyedPolicy:
-    """``call(*inputs) -> outputs`` with the keys of both, and optionally ``call_into(inputs, outputs)``.
+    """``call(*inputs) -> outputs`` with the keys of both, and optionally ``call_into`` and ``bind_rows`` (see CompiledGraph).
 
     ``out_keys`` is None until the first call where only a call can tell (a plain function of a TensorDict).
     """
 
-    def __init__(self, in_keys: list[Key], out_keys: list[Key] | None, call: Call, call_into: Any = None) -> None:
+    def __init__(
+        self, in_keys: list[Key], out_keys: list[Key] | None, call: Call, call_into: Any = None, bind_rows: Any = None
+    ) -> None:
         self.in_keys = in_keys
         self.out_keys = out_keys
         self.call = call
         self.call_into = call_into
+        self.bind_rows = bind_rows
 
     def check(self, known: Sequence[Key]) -> None:
         """Raise unless every input is in ``known`` and the policy writes ``action``."""
@@ -62,9 +65,8 @@ def keyed_policy(policy: Any, env_keys: Sequence[Key], num_envs: int) -> KeyedPo
     """
     keyed = hasattr(policy, "in_keys") and hasattr(policy, "out_keys")
     if keyed and callable(getattr(policy, "call", None)):
-        return KeyedPolicy(
-            _plain(policy.in_keys), _plain(policy.out_keys), policy.call, getattr(policy, "call_into", None)
-        )
+        faster = (getattr(policy, name, None) for name in ("call_into", "bind_rows"))
+        return KeyedPolicy(_plain(policy.in_keys), _plain(policy.out_keys), policy.call, *faster)
     if not callable(policy):
         raise SpecError(f"the policy is a {type(policy).__name__}; expected a compiled graph, a module or a function")
     if keyed:

@@ -49,9 +49,9 @@ class PPO:
         ).to(config.device)
         self.parameters = list(self.modules.parameters())
         self.optimizer = torch.optim.Adam(self.parameters, lr=config.lr, eps=1e-5)
-        estimator = GAE(
-            critic, gamma=config.gamma, lmbda=config.lmbda, average_gae=config.normalize_advantage
-        ).to(config.device)
+        estimator = GAE(critic, gamma=config.gamma, lmbda=config.lmbda, average_gae=config.normalize_advantage).to(
+            config.device
+        )
         self.actor = actor
         self.policy = compile(actor, backend=config.policy_backend)
         self.advantage = compile(estimator, backend=config.update_backend)

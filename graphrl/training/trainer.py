@@ -147,11 +147,10 @@ class Trainer:
                 warm = True
             with guard.held():
                 metrics = self.algorithm.learn(batch)
-                self.batches += 1
+                seconds = time.perf_counter() - start
+                self.batches, self.seconds = self.batches + 1, self.seconds + seconds
                 self._learned = self._counters()
             self._call("after_optimization", metrics)
-            seconds = time.perf_counter() - start
-            self.seconds += seconds
             row = self._row(metrics, seconds)
             for logger in self.loggers:
                 logger.log(row)
@@ -259,4 +258,6 @@ def _config_of(data: dict[str, Any], folder: Path | str) -> PPOConfig:
     try:
         return PPOConfig.from_dict(data["config"])
     except (KeyError, TypeError, GraphRLError) as error:
-        raise CheckpointError(f"the checkpoint in {folder} holds no PPO configuration this version reads: {error}") from error
+        raise CheckpointError(
+            f"the checkpoint in {folder} holds no PPO configuration this version reads: {error}"
+        ) from error

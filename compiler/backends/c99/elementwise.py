@@ -97,7 +97,8 @@ def _sum(sign: str) -> Callable[[fx.Node, Read, torch.dtype], str]:
 
 def _where(node: fx.Node, read: Read, dtype: torch.dtype) -> str:
     args = arguments(node)
-    return f"({read(args['condition'], torch.bool)} ? {read(args['self'], dtype)} : {read(args['other'], dtype)})"
+    condition, yes, no = read(args["condition"], torch.bool), read(args["self"], dtype), read(args["other"], dtype)
+    return f"k_select({condition}, {yes}, {no})" if dtype == torch.float32 else f"({condition} ? {yes} : {no})"
 
 
 def _clamp(node: fx.Node, read: Read, dtype: torch.dtype) -> str:
@@ -165,6 +166,7 @@ _SPECIAL: dict[str, Callable[[fx.Node, Read, torch.dtype], str]] = {
     "gelu.default": _gelu,
     "_to_copy.default": _cast,
     "clone.default": _cast,
+    "copy.default": lambda node, read, dtype: read(arguments(node)["src"], dtype),
     "div.Tensor_mode": _rounded_division,
     "bitwise_and.Tensor": _bitwise("&"),
     "bitwise_or.Tensor": _bitwise("|"),

@@ -17,7 +17,7 @@ MAX_ULP = {"k_expf": 2.0, "k_expm1f": 3.0, "k_tanhf": 4.0, "k_sigmoidf": 4.0, "k
 _BITS = "typedef union { float f; uint32_t u; } k_bits;"
 
 _SELECT = """\
-/* c ? a : b by bits: chains of such choices stay free of branches, where ?: would not */
+/* c ? a : b by bits: gcc keeps ?: on floats as a branch, since a comparison may trap, and then does not vectorise */
 static inline float k_select(const int c, const float a, const float b)
 {
     k_bits x, y;
@@ -44,8 +44,7 @@ _EXP = """\
 /* e^x = 2^k e^r; 2^k in two factors, so that overflow and gradual underflow come out right */
 static inline float k_expf(const float x)
 {
-    const float a = x > 89.0f ? 89.0f : x;
-    const float c = a < -104.0f ? -104.0f : a;
+    const float c = k_select(x < -104.0f, -104.0f, k_select(x > 89.0f, 89.0f, x));
     k_bits n, s, t;
     n.f = c * 1.44269504f + 12582912.0f; /* the low bits now hold k */
     const float k = n.f - 12582912.0f;
@@ -61,15 +60,14 @@ _EXPM1 = """\
 /* e^x - 1 = 2^k (e^r - 1) + (2^k - 1), halved inside so that 2^128 never appears */
 static inline float k_expm1f(const float x)
 {
-    const float a = x > 89.0f ? 89.0f : x;
-    const float c = a < -20.0f ? -20.0f : a;
+    const float c = k_select(x < -20.0f, -20.0f, k_select(x > 89.0f, 89.0f, x));
     k_bits n, s;
     n.f = c * 1.44269504f + 12582912.0f;
     const float k = n.f - 12582912.0f;
     const float r = (c - k * 0.693359375f) + k * 2.12194440e-4f;
     s.u = (n.u - 0x4B400000u + 126u) << 23;
     const float y = (s.f * k_expm1_core(r) + (s.f - 0.5f)) * 2.0f;
-    return x == 0.0f ? x : y;
+    return k_select(x == 0.0f, x, y);
 }"""
 
 _TANH = """\
@@ -80,7 +78,8 @@ static inline float k_tanhf(const float x)
     b.f = x;
     const uint32_t sign = b.u & 0x80000000u;
     b.u ^= sign;
-    const float c = b.f > 10.0f ? 20.0f : b.f + b.f;
+    const float d = b.f + b.f;
+    const float c = k_select(d > 20.0f, 20.0f, d);
     n.f = c * 1.44269504f + 12582912.0f;
     const float k = n.f - 12582912.0f;
     const float r = (c - k * 0.693359375f) + k * 2.12194440e-4f;
@@ -136,13 +135,13 @@ static inline float k_log1pf(const float x)
 _MAX = """\
 static inline float k_maxf(const float a, const float b)
 {
-    return ((a > b) | (a != a)) ? a : b;
+    return k_select((a > b) | (a != a), a, b);
 }"""
 
 _MIN = """\
 static inline float k_minf(const float a, const float b)
 {
-    return ((a < b) | (a != a)) ? a : b;
+    return k_select((a < b) | (a != a), a, b);
 }"""
 
 _GELU = """\
@@ -161,22 +160,21 @@ _SIGN = """\
 static inline float k_signf(const float x)
 {
     const float y = x > 0.0f ? 1.0f : 0.0f;
-    const float z = x < 0.0f ? -1.0f : y;
-    return x != x ? x : z;
+    return x < 0.0f ? -1.0f : y; /* NaN gives 0, as torch has it */
 }"""
 
 _ELU = """\
 static inline float k_eluf(const float x, const float alpha, const float scale, const float input_scale)
 {
     const float e = alpha * k_expm1f(x * input_scale);
-    return scale * (x > 0.0f ? x : e);
+    return scale * k_select(x > 0.0f, x, e);
 }"""
 
 _SOFTPLUS = """\
 static inline float k_softplusf(const float x, const float beta, const float threshold)
 {
     const float y = k_log1pf(k_expf(x * beta)) / beta;
-    return x * beta > threshold ? x : y;
+    return k_select(x * beta > threshold, x, y);
 }"""
 
 _SUM = """\
@@ -248,19 +246,19 @@ _TABLE: dict[str, tuple[str, tuple[str, ...]]] = {  # in the order they are writ
     "k_bits": (_BITS, ()),
     "k_select": (_SELECT, ("k_bits",)),
     "k_expm1_core": (_EXPM1_CORE, ()),
-    "k_expf": (_EXP, ("k_bits", "k_expm1_core")),
-    "k_expm1f": (_EXPM1, ("k_bits", "k_expm1_core")),
-    "k_tanhf": (_TANH, ("k_bits", "k_expm1_core")),
+    "k_expf": (_EXP, ("k_bits", "k_expm1_core", "k_select")),
+    "k_expm1f": (_EXPM1, ("k_bits", "k_expm1_core", "k_select")),
+    "k_tanhf": (_TANH, ("k_bits", "k_expm1_core", "k_select")),
     "k_sigmoidf": (_SIGMOID, ("k_expf",)),
     "k_logf": (_LOG, ("k_bits", "k_select")),
     "k_log1pf": (_LOG1P, ("k_logf", "k_select")),
-    "k_maxf": (_MAX, ()),
-    "k_minf": (_MIN, ()),
+    "k_maxf": (_MAX, ("k_select",)),
+    "k_minf": (_MIN, ("k_select",)),
     "k_geluf": (_GELU, ()),
     "k_gelu_tanhf": (_GELU_TANH, ("k_tanhf",)),
     "k_signf": (_SIGN, ()),
-    "k_eluf": (_ELU, ("k_expm1f",)),
-    "k_softplusf": (_SOFTPLUS, ("k_log1pf", "k_expf")),
+    "k_eluf": (_ELU, ("k_expm1f", "k_select")),
+    "k_softplusf": (_SOFTPLUS, ("k_log1pf", "k_expf", "k_select")),
     "k_sumf": (_SUM, ()),
     "k_sum_squaresf": (_SUM_SQUARES, ()),
     "k_varf": (_VAR, ("k_sumf", "k_sum_squaresf")),

@@ -33,7 +33,7 @@ class Unsupported(Exception):
 
 
 def op_name(node: fx.Node) -> str:
-    """``"tanh.default"`` for ``aten.tanh.default``; ``"getitem"`` for tuple access; the full name for other libraries."""
+    """``"tanh.default"`` for ``aten.tanh.default``; ``"getitem"`` for tuple access."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         name = str(target)

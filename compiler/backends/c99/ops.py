@@ -13,7 +13,7 @@ __all__ = ["ELEMENTWISE", "Elementwise", "VIEWS"]
 
 @dataclass(frozen=True)
 class Elementwise:
-    """``text``: the C expression. ``inputs``: schema names of its operands, in order. ``integer``: allowed on integers."""
+    """``text``: the C expression. ``inputs``: schema names of its operands, in order. ``integer``: also for ints."""
 
     text: str
     inputs: tuple[str, ...] = ("self",)
@@ -34,9 +34,9 @@ ELEMENTWISE: dict[str, Elementwise] = {
     "tanh.default": _unary("k_tanhf({0})"),
     "sigmoid.default": _unary("k_sigmoidf({0})"),
     "silu.default": _unary("({0} * k_sigmoidf({0}))"),
-    "relu.default": _unary("({0} < 0 ? 0 : {0})", integer=True),
+    "relu.default": _unary("k_select({0} < 0.0f, 0.0f, {0})"),
     "elu.default": Elementwise("k_eluf({0}, {1}, {2}, {3})", ("self", "alpha", "scale", "input_scale")),
-    "leaky_relu.default": Elementwise("({0} > 0.0f ? {0} : {0} * {1})", ("self", "negative_slope")),
+    "leaky_relu.default": Elementwise("k_select({0} > 0.0f, {0}, {0} * {1})", ("self", "negative_slope")),
     "softplus.default": Elementwise("k_softplusf({0}, {1}, {2})", ("self", "beta", "threshold")),
     "hardtanh.default": Elementwise("k_maxf({1}, k_minf({0}, {2}))", ("self", "min_val", "max_val")),
     # functions

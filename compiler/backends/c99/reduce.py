@@ -35,8 +35,8 @@ _ROW_MAP = {"_softmax": "exp", "_log_softmax": "log"}
 
 REDUCTIONS = frozenset(
     "sum.dim_IntList sum.default mean.dim mean.default amax.default amin.default argmax.default argmin.default "
-    "prod.dim_int prod.default var.correction linalg_vector_norm.default any.dim any.default any.dims all.dim all.default "
-    "max.dim min.dim max.default min.default _softmax.default _log_softmax.default native_layer_norm.default "
+    "prod.dim_int prod.default var.correction linalg_vector_norm.default any.dim any.default any.dims all.dim "
+    "all.default max.dim min.dim max.default min.default _softmax.default _log_softmax.default native_layer_norm.default "
     "cumsum.default".split()
 )
 
@@ -159,11 +159,12 @@ def _layer_norm(emitter, node: fx.Node, source: View) -> tuple[View | None, ...]
             reads.add(view.buffer)
             terms[1] += f"{sign}{view.buffer.name}[{index(view.offset, (1,), ('i',))}]"
     at = "r" if count > 1 else "0"
+    epsilon = literal(args["eps"], torch.float32)
     target = f"{out.buffer.name} + r * {n}" if count > 1 else out.buffer.name
     body = [
         f"float *const y = {target};",
         f"const float mean = k_sumf(x, {n}) / {n}.0f;",
-        f"const float scale = 1.0f / sqrtf(k_sum_squaresf(x, mean, {n}) / {n}.0f + {literal(args['eps'], torch.float32)});",
+        f"const float scale = 1.0f / sqrtf(k_sum_squaresf(x, mean, {n}) / {n}.0f + {epsilon});",
         f"for (int i = 0; i < {n}; ++i) {{ y[i] = {''.join(terms)}; }}",
         f"{mean.buffer.name}[{at}] = mean;",
         f"{scale.buffer.name}[{at}] = scale;",

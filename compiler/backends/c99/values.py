@@ -1,4 +1,4 @@
-"""Buffers and the strided views of them that stand for a program's values. Reshaping costs nothing until it must copy."""
+"""Buffers, and the strided views of them that stand for a program's values. A reshape costs nothing until it must copy."""
 
 from __future__ import annotations
 

@@ -1,0 +1,283 @@
+"""The C files of a bundle: header, implementation, golden vectors, self-test, benchmark, build file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from graphrl.compiler.backends.c99.emit import Generated, generate
+from graphrl.compiler.backends.c99.nodes import C_TYPES, Unsupported
+from graphrl.compiler.bundle.contract import Contract
+from graphrl.compiler.bundle.names import c_names, check_prefix
+from graphrl.compiler.program import Program
+from graphrl.errors import BundleError
+from graphrl.keys import Key, encode_key
+
+__all__ = ["CFiles", "Member", "write_c"]
+
+TEMPLATES = ("selftest.c", "bench.c", "CMakeLists.txt")
+GOLDEN_NUMBERS = 20_000
+"""The golden header holds at most this many numbers; golden.npz holds all."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One array of the C interface: a key, its C name and type, its size, and the struct it is a member of."""
+
+    key: Key
+    name: str
+    c_type: str
+    shape: tuple[int, ...]
+    place: str  # "obs", "command" or "state"
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class CFiles:
+    """Text of every C file by name, the interface, and the memory it takes."""
+
+    files: dict[str, str]
+    inputs: tuple[Member, ...]
+    outputs: tuple[Member, ...]
+    stack_bytes: int
+    weight_bytes: int
+
+
+def write_c(
+    program: Program,
+    contract: Contract,
+    golden: Sequence[Sequence[np.ndarray]],
+    tolerance: float,
+    scales: Sequence[float],
+    prefix: str = "policy",
+) -> CFiles:
+    """C99 files for a deployed ``program`` (weights frozen, no draws).
+
+    golden: for each row, the program's inputs (float32) and then its outputs (float64). scales: a size for each output;
+    the self-test allows ``tolerance`` times the larger of it and the row's own largest value.
+    Raises :class:`BundleError` for a program that cannot become C, naming the operation.
+    """
+    check_prefix(prefix)
+    if program.noise:
+        raise BundleError("sampling left in: the program draws random numbers; trace the policy deterministic")
+    if any(slot.mutated for slot in program.state):
+        names = [slot.name for slot in program.state if slot.mutated]
+        raise BundleError(f"the policy changes its own buffers {names} when called: is a normaliser still learning?")
+    try:
+        generated = generate(program, embed=True, name=f"{prefix}_run")
+    except Unsupported as problem:
+        raise BundleError(f"c99: {problem.explain(program)}") from None
+    inputs, outputs = _members(program, contract)
+    head = _header(inputs, outputs, contract, prefix, generated)
+    marks = {"@prefix@": prefix, "@PREFIX@": prefix.upper(), "@load@": _load(inputs, prefix),
+             "@compare@": _compare(outputs, prefix, tolerance, scales)}  # fmt: skip
+    files = {f"{prefix}.h": head, f"{prefix}.c": _source(inputs, outputs, contract, prefix, generated)}
+    files[f"{prefix}_golden.h"] = _golden_header(inputs, outputs, golden, prefix)
+    for name in TEMPLATES:
+        text = (Path(__file__).parent / name).read_text()
+        for mark, value in marks.items():
+            text = text.replace(mark, value)
+        files[name] = text
+    return CFiles(files, inputs, outputs, generated.scratch_bytes, generated.weight_bytes)
+
+
+def _members(program: Program, contract: Contract) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
+    """The C interface: recurrent values live in the state struct, everything else in the caller's structs."""
+    reads = {s.key for s in contract.recurrent or ()}
+    writes = {s.next_key for s in contract.recurrent or ()}
+    made = []
+    for ports, kept, place in ((program.inputs, reads, "obs"), (program.outputs, writes, "command")):
+        names = c_names([p.key for p in ports])
+        made.append(tuple(
+            Member(p.key, n, C_TYPES[p.dtype], p.shape, "state" if p.key in kept else place)
+            for p, n in zip(ports, names, strict=True)
+        ))  # fmt: skip
+    c_names([m.key for group in made for m in group if m.place == "state"])  # they share one struct
+    return made[0], made[1]
+
+
+def _struct(name: str, members: Sequence[Member], first: Sequence[str] = ()) -> list[str]:
+    lines = [f"    {m.c_type} {m.name}[{max(m.size, 1)}]; /* {encode_key(m.key)} {list(m.shape)} */" for m in members]
+    return ["typedef struct {", *[f"    {f}" for f in first], *lines, f"}} {name};"]
+
+
+def _header(
+    inputs: Sequence[Member], outputs: Sequence[Member], contract: Contract, prefix: str, generated: Generated
+) -> str:
+    up = prefix.upper()
+    state = [m for m in (*inputs, *outputs) if m.place == "state"]
+    obs = [m for m in inputs if m.place == "obs"]
+    command = [m for m in outputs if m.place == "command"]
+    rate = contract.rate_hz
+    return "\n".join(
+        [
+            f"/* A policy in C99: no heap, recursion or global state; {generated.weight_bytes} bytes of constants. */",
+            f"#ifndef {up}_H",
+            f"#define {up}_H",
+            "",
+            "#include <stddef.h>",
+            "#include <stdint.h>",
+            "",
+            f'#define {up}_CONTRACT_HASH "{contract.sha256()}"',
+            f"#define {up}_STACK_BYTES {generated.scratch_bytes} /* scratch arrays of one {prefix}_step */",
+            *([f"#define {up}_RATE_HZ {rate:.9g}"] if rate is not None else []),
+            "",
+            f"/* Status bits of {prefix}_step; 0 is well. The command is computed either way. */",
+            f"#define {up}_STATUS_NON_FINITE_INPUT 1u",
+            f"#define {up}_STATUS_NON_FINITE_OUTPUT 2u",
+            f"#define {up}_STATUS_OUT_OF_RANGE 4u /* an observation beyond the contract's low or high */",
+            "",
+            *_struct(f"{prefix}_obs", obs, [] if obs else ["unsigned char unused;"]),
+            "",
+            *_struct(f"{prefix}_command", command, [] if command else ["unsigned char unused;"]),
+            "",
+            "/* Owned by the caller; any number of instances may run interleaved. */",
+            *_struct(f"{prefix}_state", state, ["uint32_t steps; /* since the last reset */"]),
+            "",
+            f"size_t {prefix}_state_size(void);",
+            f"void {prefix}_init({prefix}_state *st);",
+            f"void {prefix}_reset({prefix}_state *st); /* start of an episode */",
+            f"uint32_t {prefix}_step({prefix}_state *st, const {prefix}_obs *obs, {prefix}_command *command);",
+            f"const char *{prefix}_contract_hash(void);",
+            f"int32_t {prefix}_selftest({prefix}_state *st); /* golden rows that fail; in selftest.c */",
+            "",
+            "#endif",
+            "",
+        ]
+    )
+
+
+def _source(
+    inputs: Sequence[Member], outputs: Sequence[Member], contract: Contract, prefix: str, generated: Generated
+) -> str:
+    up = prefix.upper()
+    place = {"obs": "obs->", "command": "command->", "state": "st->"}
+    argument = {("input", i): f"{place[m.place]}{m.name}" for i, m in enumerate(inputs)}
+    argument |= {("output", i): f"{place[m.place]}{m.name}" for i, m in enumerate(outputs)}
+    call = ", ".join(argument[a.kind, a.index] for a in generated.arguments)
+    initial = {s.key: s.initial for s in contract.recurrent or ()}
+    carry = {s.key: s.next_key for s in contract.recurrent or ()}
+    named = {m.key: m for m in outputs}
+    resets, carries = [], []
+    for m in inputs:
+        if m.place == "state":
+            resets.append(f"for (int i = 0; i < {m.size}; ++i) {{ st->{m.name}[i] = {_f32(initial[m.key])}; }}")
+            after = named[carry[m.key]]
+            resets.append(f"for (int i = 0; i < {m.size}; ++i) {{ st->{after.name}[i] = st->{m.name}[i]; }}")
+            carries.append(f"for (int i = 0; i < {m.size}; ++i) {{ st->{m.name}[i] = st->{after.name}[i]; }}")
+    ranges, range_tables = _ranges(inputs, contract, up)
+    body = [
+        "uint32_t status = 0u;",
+        *_finite(inputs, place, f"{up}_STATUS_NON_FINITE_INPUT"),
+        *ranges,
+        f"{prefix}_run({call});",
+        *_finite(outputs, place, f"{up}_STATUS_NON_FINITE_OUTPUT"),
+        *carries,
+        "st->steps += 1u;",
+        *(["(void)obs;"] if not any(m.place == "obs" for m in inputs) else []),
+        "return status;",
+    ]
+    return "\n".join(
+        [
+            f'#include "{prefix}.h"',
+            "",
+            "#include <math.h>",
+            "",
+            generated.code,
+            *range_tables,
+            f"size_t {prefix}_state_size(void)\n{{\n    return sizeof({prefix}_state);\n}}\n",
+            f"void {prefix}_init({prefix}_state *const st)\n{{\n    {prefix}_reset(st);\n}}\n",
+            f"void {prefix}_reset({prefix}_state *const st)\n{{",
+            "    st->steps = 0u;",
+            *[f"    {line}" for line in resets],
+            "}\n",
+            f"uint32_t {prefix}_step({prefix}_state *const st, const {prefix}_obs *const obs, "
+            f"{prefix}_command *const command)\n{{",
+            *[f"    {line}" for line in body],
+            "}\n",
+            f"const char *{prefix}_contract_hash(void)\n{{\n    return {up}_CONTRACT_HASH;\n}}",
+            "",
+        ]
+    )
+
+
+def _finite(members: Sequence[Member], place: dict[str, str], bit: str) -> list[str]:
+    return [
+        f"for (int i = 0; i < {m.size}; ++i) {{ if (!(fabsf({place[m.place]}{m.name}[i]) <= 3.402823466e+38f)) "
+        f"{{ status |= {bit}; }} }}"
+        for m in members
+        if m.c_type == "float" and m.size
+    ]
+
+
+def _ranges(inputs: Sequence[Member], contract: Contract, up: str) -> tuple[list[str], list[str]]:
+    terms = {t.key: t for t in contract.observations or ()}
+    lines, tables = [], []
+    for m in inputs:
+        term = terms.get(m.key)
+        if term is None or m.place != "obs" or m.c_type != "float":
+            continue
+        for bound, sign in (("low", "<"), ("high", ">")):
+            values = getattr(term, bound)
+            if values is not None:
+                tables.append(f"static const float {bound}_{m.name}[{m.size}] = {{{', '.join(map(_f32, values))}}};\n")
+                lines.append(f"for (int i = 0; i < {m.size}; ++i) {{ if (obs->{m.name}[i] {sign} {bound}_{m.name}[i]) "
+                             f"{{ status |= {up}_STATUS_OUT_OF_RANGE; }} }}")  # fmt: skip
+    return lines, tables
+
+
+def _load(inputs: Sequence[Member], prefix: str) -> str:
+    lines = []
+    for m in inputs:
+        target = f"{'st->' if m.place == 'state' else 'obs.'}{m.name}"
+        lines.append(f"memcpy({target}, {prefix}_golden_{m.name}[row], sizeof {target});")
+    return "\n".join(f"        {line}" for line in lines)
+
+
+def _compare(outputs: Sequence[Member], prefix: str, tolerance: float, scales: Sequence[float]) -> str:
+    lines = []
+    for m, scale in zip(outputs, scales, strict=True):
+        got = f"{'st->' if m.place == 'state' else 'command.'}{m.name}[i]"
+        wanted = f"{prefix}_golden_out_{m.name}[row][i]"
+        lines += [
+            "{",
+            f"    double largest = {scale!r};",
+            f"    for (int i = 0; i < {m.size}; ++i) {{ if (distance({wanted}, 0.0) > largest) "
+            f"{{ largest = distance({wanted}, 0.0); }} }}",
+            f"    for (int i = 0; i < {m.size}; ++i) {{",
+            f"        if (!(distance((double){got}, {wanted}) <= {tolerance!r} * largest)) {{ bad = 1; }}",
+            "    }",
+            "}",
+        ]
+    return "\n".join(f"        {line}" for line in lines)
+
+
+def _golden_header(
+    inputs: Sequence[Member], outputs: Sequence[Member], golden: Sequence[Sequence[np.ndarray]], prefix: str
+) -> str:
+    row = sum(m.size for m in (*inputs, *outputs)) or 1
+    rows = golden[: max(1, min(len(golden), GOLDEN_NUMBERS // row))]
+    lines = [f"/* Inputs, and outputs computed in float64. */\n#define {prefix.upper()}_GOLDEN_ROWS {len(rows)}\n"]
+    for i, m in enumerate((*inputs, *outputs)):
+        out = i >= len(inputs)
+        kind = "double" if out else m.c_type
+        name = f"{prefix}_golden_{'out_' if out else ''}{m.name}"
+        lines.append(f"static const {kind} {name}[{len(rows)}][{max(m.size, 1)}] = {{")
+        for r in rows:
+            values = np.asarray(r[i]).reshape(-1).tolist()
+            text = [repr(float(v)) if out else _f32(v) if m.c_type == "float" else str(int(v)) for v in values]
+            lines.append(f"    {{{', '.join(text) or '0'}}},")
+        lines.append("};\n")
+    return "\n".join(lines)
+
+
+def _f32(value: float) -> str:
+    text = f"{float(np.float32(value)):.9g}"
+    return f"{text}f" if any(c in text for c in ".en") else f"{text}.0f"

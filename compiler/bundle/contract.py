@@ -1,0 +1,177 @@
+"""The contract of a deployed policy: what a robot must agree on with training, each field filled or plainly null."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from graphrl.errors import ContractError, did_you_mean
+from graphrl.keys import Key, encode_key
+
+__all__ = ["ActionContract", "Contract", "Normalizer", "ObservationTerm", "RecurrentState"]
+
+Numbers = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Normalizer:
+    """How an observation is normalised. ``where``: ``"inside"`` the program, ``"outside"`` by the caller, ``"none"``"""
+
+    where: str = "none"
+    mean: Numbers | None = None
+    std: Numbers | None = None
+    epsilon: float | None = None
+
+
+@dataclass(frozen=True)
+class ObservationTerm:
+    """One input: its key, the order and names of its entries, and what was done to it before training saw it."""
+
+    key: Key
+    names: tuple[str, ...] | None = None
+    shape: tuple[int, ...] | None = None
+    unit: str | None = None
+    frame: str | None = None
+    scale: Numbers | float | None = None
+    clip: tuple[float, float] | None = None
+    low: Numbers | None = None
+    high: Numbers | None = None
+    normalizer: Normalizer | None = None
+    history_length: int | None = None
+    history_order: str | None = None
+    history_reset_fill: str | None = None
+
+
+@dataclass(frozen=True)
+class ActionContract:
+    """The output: names in order, bounds, and the steps between the network's number and the motor's command.
+
+    ``inside``: those of ``"squash" "scale" "offset" "clip"`` that the program performs; the caller does the others.
+    """
+
+    key: Key = "action"
+    names: tuple[str, ...] | None = None
+    unit: str | None = None
+    low: Numbers | None = None
+    high: Numbers | None = None
+    squash: str | None = None
+    scale: Numbers | float | None = None
+    offset: Numbers | float | None = None
+    clip: tuple[float, float] | None = None
+    inside: tuple[str, ...] | None = None
+    joint_names: tuple[str, ...] | None = None
+    default_pose: Numbers | None = None
+    kp: Numbers | None = None
+    kd: Numbers | None = None
+    previous_action: str | None = None  # "raw" or "clipped", when it is an observation
+    previous_action_initial: Numbers | float | None = None
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """A value carried from one step to the next: read at ``key``, written at ``next_key``; ``initial`` on reset."""
+
+    key: Key
+    next_key: Key
+    initial: float = 0.0
+    reset_rule: str | None = None
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a robot must know to run a policy. Fields left ``None`` are written as null: known to be unknown.
+
+    rate_hz: control steps a second. decimation: simulator steps a control step. observations: the declared sensors, in
+    order; with them, an input that is not declared stops the export. quaternion_order: ``"wxyz"`` or ``"xyzw"``.
+    command_ranges: name to (low, high). Raises :class:`ContractError` for values that contradict each other.
+    """
+
+    rate_hz: float | None = None
+    decimation: int | None = None
+    observations: tuple[ObservationTerm, ...] | None = None
+    action: ActionContract | None = None
+    recurrent: tuple[RecurrentState, ...] | None = None
+    quaternion_order: str | None = None
+    command_ranges: Mapping[str, tuple[float, float]] | None = None
+    dtype: str = "float32"
+    notes: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate_hz is not None and not self.rate_hz > 0:
+            raise ContractError(f"rate_hz is {self.rate_hz}: expected a positive number of control steps a second")
+        if self.quaternion_order not in (None, "wxyz", "xyzw"):
+            raise ContractError(f"quaternion_order is {self.quaternion_order!r}: expected 'wxyz', 'xyzw' or None")
+        if self.dtype != "float32":
+            raise ContractError(f"dtype is {self.dtype!r}: a bundle computes in float32")
+        for term in self.observations or ():
+            _check_names(encode_key(term.key), term.names)
+            if term.normalizer is not None and term.normalizer.where not in ("inside", "outside", "none"):
+                raise ContractError(
+                    f"normalizer of {term.key!r} is {term.normalizer.where!r}: expected 'inside', 'outside' or 'none'"
+                )
+        if self.action is not None:
+            _check_names(encode_key(self.action.key), self.action.names)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, every field present."""
+        data = asdict(self)
+        for term in data["observations"] or ():
+            term["key"] = encode_key(term["key"])
+        if data["action"]:
+            data["action"]["key"] = encode_key(data["action"]["key"])
+        for state in data["recurrent"] or ():
+            state["key"], state["next_key"] = encode_key(state["key"]), encode_key(state["next_key"])
+        return json.loads(json.dumps(data))  # type: ignore[no-any-return]
+
+    def sha256(self) -> str:
+        """The contract hash that stands in every file of a bundle."""
+        return hash_contract(self.as_dict())
+
+
+def hash_contract(data: Mapping[str, Any]) -> str:
+    """Hash of a contract's plain data."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def check_against(contract: Contract, inputs: Mapping[Key, int], action_key: Key, action_size: int) -> None:
+    """Raise :class:`ContractError` where ``contract`` contradicts the program (inputs by key with sizes, action size)."""
+    recurrent = [s.key for s in contract.recurrent or ()]
+    if contract.observations is not None:
+        declared = [t.key for t in contract.observations]
+        for key in inputs:
+            if key not in declared and key not in recurrent:
+                raise ContractError(
+                    f"the policy reads {key!r}, which is not among the contract's observations {declared}: a "
+                    f"privileged input left in? Declare it, or export a graph that does without.{did_you_mean(key, declared)}"
+                )
+        for key in declared:
+            if key not in inputs:
+                raise ContractError(
+                    f"the contract has observation {key!r}, but the policy reads {list(inputs)}."
+                    + did_you_mean(key, inputs)
+                )
+        for term in contract.observations:
+            for name in ("names", "low", "high"):
+                _check_length(f"observation {term.key!r}: {name}", getattr(term, name), inputs[term.key])
+            if term.normalizer is not None:
+                _check_length(f"observation {term.key!r}: normalizer.mean", term.normalizer.mean, inputs[term.key])
+                _check_length(f"observation {term.key!r}: normalizer.std", term.normalizer.std, inputs[term.key])
+    if contract.action is not None:
+        if contract.action.key != action_key:
+            raise ContractError(f"the contract's action is {contract.action.key!r}, the bundle's {action_key!r}")
+        for name in ("names", "low", "high", "joint_names", "default_pose", "kp", "kd"):
+            _check_length(f"action: {name}", getattr(contract.action, name), action_size)
+
+
+def _check_names(what: str, names: Sequence[str] | None) -> None:
+    for name in names or ():
+        if list(names or ()).count(name) > 1:
+            raise ContractError(f"{what}: the name {name!r} stands twice; names must tell entries apart")
+
+
+def _check_length(what: str, values: Sequence[Any] | None, size: int) -> None:
+    if values is not None and len(values) != size:
+        raise ContractError(f"{what} has {len(values)} entries, the policy has {size}")

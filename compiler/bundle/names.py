@@ -1,0 +1,44 @@
+"""C names for keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from graphrl.errors import BundleError
+from graphrl.keys import Key, encode_key
+
+__all__ = ["c_name", "c_names", "check_prefix"]
+
+_RESERVED = frozenset(
+    "auto break case char const continue default do double else enum extern float for goto if inline int long register "
+    "restrict return short signed sizeof static struct switch typedef union unsigned void volatile while "
+    "bool true false NULL".split()
+)
+
+
+def c_name(key: Key) -> str:
+    """A C member name: ``a/b -> a__b``, other characters become ``_uHEX_``, a reserved word gets ``_`` behind."""
+    name = "".join(
+        "__" if c == "/" else c if c == "_" or (c.isascii() and c.isalnum()) else f"_u{ord(c):X}_"
+        for c in encode_key(key)
+    )
+    name = f"k_{name}" if name[0].isdigit() else name
+    return f"{name}_" if name in _RESERVED else name
+
+
+def c_names(keys: Sequence[Key]) -> list[str]:
+    """One name a key; the manifest lists both, so the way back is a look-up. Raises where two keys would share one."""
+    names: dict[str, Key] = {}
+    for key in keys:
+        name = c_name(key)
+        if name in names:
+            raise BundleError(f"keys {names[name]!r} and {key!r} would both be called {name} in C: rename one of them")
+        names[name] = key
+    return list(names)
+
+
+def check_prefix(prefix: str) -> None:
+    """Refuse a prefix that cannot start C identifiers and file names."""
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", prefix) or prefix in _RESERVED:
+        raise BundleError(f"prefix {prefix!r} cannot start C names: expected letters, digits and _, a letter first")

@@ -1,0 +1,307 @@
+"""Writing a bundle: trace the policy as it will act, freeze it, check it, and put it on disk whole."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType, TensorDictModuleBase, set_interaction_type
+from torch import Tensor
+
+from graphrl._version import __version__
+from graphrl.compiler.bundle.c_policy import find_compiler
+from graphrl.compiler.bundle.c_text import CFiles, write_c
+from graphrl.compiler.bundle.contract import Contract, check_against
+from graphrl.compiler.bundle.files import dump_json, dump_npz, hash_files, sha256, whole_folder
+from graphrl.compiler.bundle.golden import Golden, make_golden, parity_error
+from graphrl.compiler.bundle.graph_json import program_to_json
+from graphrl.compiler.bundle.load import SCHEMA_VERSION, Bundle, load
+from graphrl.compiler.bundle.names import check_prefix
+from graphrl.compiler.bundle.verify import verify
+from graphrl.compiler.passes.pipeline import run_passes
+from graphrl.compiler.program import Program
+from graphrl.compiler.trace import as_example, trace
+from graphrl.errors import BundleError, did_you_mean
+from graphrl.graph import KeyedGraph
+from graphrl.keys import Key, normalize_key, normalize_keys
+
+__all__ = ["TARGETS", "TOLERANCE", "export"]
+
+TARGETS = ("c99", "onnx")
+TOLERANCE = 1e-5
+"""Largest error a runtime may show against float64, as a part of the action's scale."""
+
+
+def export(
+    policy: TensorDictModuleBase,
+    path: str | Path,
+    example: TensorDictBase | dict[Key, Tensor],
+    *,
+    targets: Sequence[str] = TARGETS,
+    contract: Contract | None = None,
+    prefix: str = "policy",
+    action_key: Key = "action",
+    overwrite: bool = False,
+) -> Bundle:
+    """Write ``policy`` as a bundle for a robot: C99, ONNX, weights, contract, golden vectors, parity report.
+
+    The graph is cut down to ``action_key`` (and the contract's recurrent values) and traced in evaluation mode, acting
+    deterministically, for one observation. The policy itself, its flags, buffers and random state, stays as it was.
+    example: a batch of observations; its first row fixes the shapes, up to 16 rows become golden vectors.
+    contract: what the robot must know; checked against the policy. Without one, all its fields are null.
+    prefix: start of the C names. The folder appears whole or not at all; ``overwrite`` replaces a bundle only once the
+    new one is verified. The same policy, example and contract give the same bytes.
+
+    Raises :class:`BundleError` with the reason: a missing action, weights that are not finite, sampling or a buffer
+    that changes, an operation without C or ONNX form, parity beyond 1e-5 of the action's scale, an unwritable folder;
+    :class:`ContractError` where the contract contradicts the policy.
+    """
+    targets = _check_targets(targets)
+    check_prefix(prefix)
+    target = Path(path)
+    contract = contract or Contract()
+    graph = _acting_graph(policy, normalize_key(action_key), contract)
+    rows = _rows(example, graph)
+    with _acting(policy, graph):
+        live = run_passes(trace(graph, rows[0]))
+        _check_program(live)
+        inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
+        golden = make_golden(live, inputs)
+        eager = parity_error(golden, _eager(graph, rows[0], live))
+    deployed = run_passes(live, deploy=True)
+    _check_contract(contract, live, normalize_key(action_key), golden)
+    with whole_folder(target, overwrite=overwrite) as folder:
+        _write(folder, live, deployed, contract, golden, eager, targets, prefix)
+        verify(folder)
+    return load(target)
+
+
+def _check_targets(targets: Sequence[str]) -> list[str]:
+    for name in targets:
+        if name not in TARGETS:
+            raise BundleError(f"no export target {name!r}; there are {TARGETS}.{did_you_mean(name, TARGETS)}")
+    if not targets:
+        raise BundleError(f"no targets given; there are {TARGETS}")
+    for package in ("onnx", "onnxruntime"):
+        if "onnx" in targets and importlib.util.find_spec(package) is None:
+            raise BundleError(f"target 'onnx' needs {package}: run  pip install 'graphrl[onnx]'  or leave it out")
+    return [t for t in TARGETS if t in targets]
+
+
+def _acting_graph(policy: TensorDictModuleBase, action: Key, contract: Contract) -> KeyedGraph:
+    graph = policy if isinstance(policy, KeyedGraph) else KeyedGraph(policy)
+    wanted = [action, *(s.next_key for s in contract.recurrent or ())]
+    known = normalize_keys(list(graph.out_keys))
+    for key in wanted:
+        if key not in known:
+            raise BundleError(f"the policy does not write {key!r}; it writes {known}.{did_you_mean(key, known)}")
+    return graph.select(out_keys=wanted)
+
+
+def _rows(example: Any, graph: KeyedGraph) -> list[TensorDictBase]:
+    """The example as rows of batch size [1] (or one row without batch dims)."""
+    td = as_example(example)
+    missing = [key for key in normalize_keys(list(graph.in_keys)) if td.get(key, None) is None]
+    if missing:
+        present = list(td.keys(True, True))
+        raise BundleError(
+            f"the policy reads {missing}, but the example has {present}.{did_you_mean(missing[0], present)}"
+        )
+    td = td.select(*graph.in_keys).detach().cpu().clone()
+    if not td.batch_size:
+        return [td]
+    flat = td.reshape(-1)
+    if not flat.shape[0]:
+        raise BundleError("the example is an empty batch: give at least one observation")
+    return [flat[i : i + 1] for i in range(min(flat.shape[0], 16))]
+
+
+@contextlib.contextmanager
+def _acting(*modules: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode and deterministic actions; every module's training flag and the random state come back."""
+    flags = [(m, m.training) for root in modules for m in root.modules()]
+    rng = torch.get_rng_state()
+    try:
+        for module, _ in flags:
+            module.training = False
+        with set_interaction_type(InteractionType.DETERMINISTIC), torch.no_grad():
+            yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+        torch.set_rng_state(rng)
+
+
+def _check_program(program: Program) -> None:
+    for slot in program.state:
+        if slot.dtype.is_floating_point and not torch.isfinite(slot.read()).all():
+            raise BundleError(f"weight {slot.name!r} is not finite: the training diverged, or the file is damaged")
+        if slot.mutated:
+            raise BundleError(
+                f"the policy changes its own buffer {slot.name!r} when called: a normaliser still learning?"
+            )
+        if slot.device.type != "cpu":
+            raise BundleError(f"weight {slot.name!r} is on {slot.device}: move a copy of the policy to the CPU first")
+    if program.noise:
+        raise BundleError("sampling left in: the policy draws random numbers although it was asked to act "
+                          "deterministically; give its distribution a mode or mean")  # fmt: skip
+    for node in program.graph_module.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise BundleError(f"sampling or dropout left in: {node.target} at node {node.name!r} draws random numbers")
+
+
+def _eager(graph: KeyedGraph, row: TensorDictBase, program: Program) -> Any:
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        td = row.clone()
+        for key, value in zip(program.in_keys, inputs, strict=True):
+            td.set(key, value.clone())
+        graph(td)
+        return [td.get(key) for key in program.out_keys]
+
+    return run
+
+
+def _check_contract(contract: Contract, program: Program, action: Key, golden: Golden) -> None:
+    sizes = {p.key: int(torch.Size(p.shape).numel()) for p in program.inputs}
+    (position,) = (i for i, p in enumerate(program.outputs) if p.key == action)
+    check_against(contract, sizes, action, int(torch.Size(program.outputs[position].shape).numel()))
+    wanted = contract.action
+    if wanted is None or wanted.inside is None or not {"squash", "clip"} & set(wanted.inside):
+        return
+    for bound, sign in (("low", 1), ("high", -1)):
+        values = getattr(wanted, bound)
+        if values is not None:
+            limit = torch.tensor(values, dtype=torch.float64)
+            for row in golden.outputs:
+                if bool((sign * (row[position].double().reshape(-1) - limit) < -1e-5).any()):
+                    raise BundleError(
+                        f"the action leaves its bounds ({bound} {list(values)}) although the contract says that "
+                        f"{list(wanted.inside)} happen inside the program: a squash or scale missing, or doubled?"
+                    )
+
+
+@dataclass(frozen=True)
+class _Identity:
+    contract: dict[str, Any]
+    contract_hash: str
+    program_hash: str
+    weight_hash: str
+
+
+def _write(
+    folder: Path, live: Program, deployed: Program, contract: Contract, golden: Golden, eager: float,
+    targets: Sequence[str], prefix: str,
+) -> None:  # fmt: skip
+    """All files, the manifest last."""
+    contract_hash = contract.sha256()
+    graph = {"schema_version": SCHEMA_VERSION, "contract_hash": contract_hash, **program_to_json(live)}
+    graph_text = dump_json(graph)
+    weights = {s.name: s.read().detach().cpu().contiguous().clone() for s in live.state}
+    weight_bytes = save(weights, {"contract_hash": contract_hash})
+    who = _Identity(contract.as_dict(), contract_hash, sha256(graph_text.encode()), sha256(weight_bytes))
+    (folder / "graph.json").write_text(graph_text)
+    (folder / "weights.safetensors").write_bytes(weight_bytes)
+    arrays = {"contract_hash": _text_array(contract_hash), **golden.arrays(live)}
+    (folder / "golden.npz").write_bytes(dump_npz(arrays))
+    (folder / "c_policy.py").write_bytes((Path(__file__).parent / "c_policy.py").read_bytes())
+    parity = {"eager": eager}
+    interface = None
+    if "c99" in targets:
+        files = write_c(deployed, contract, golden.rows(), TOLERANCE, golden.scales, prefix)
+        (folder / "c").mkdir()
+        for name, text in files.files.items():
+            (folder / "c" / name).write_text(text)
+        interface = _interface(files, prefix)
+    if "onnx" in targets:
+        from graphrl.compiler.bundle.onnx_file import write_onnx
+
+        write_onnx(deployed, folder / "model.onnx", who.contract, contract_hash)
+    manifest = _manifest(live, who, targets, interface)
+    (folder / "manifest.json").write_text(dump_json(manifest))  # the runners below read it
+    if "c99" in targets and find_compiler() is not None:
+        parity["c99"] = parity_error(golden, _c_runner(folder, live))
+    if "onnx" in targets:
+        from graphrl.compiler.bundle.onnx_file import onnx_runner
+
+        parity["onnx"] = parity_error(golden, onnx_runner(folder / "model.onnx", live))
+    _finish(folder, manifest, parity, golden)
+
+
+def _finish(folder: Path, manifest: dict[str, Any], parity: dict[str, float], golden: Golden) -> None:
+    for runtime, error in parity.items():
+        if not error <= TOLERANCE:
+            raise BundleError(
+                f"{runtime} differs from the float64 reference by {error:.2e} of the action's scale; "
+                f"{TOLERANCE:.0e} is allowed"
+            )
+    summary = {"tolerance": TOLERANCE, "rows": len(golden.kinds), "max_relative_error": parity}
+    report = {"contract_hash": manifest["contract_hash"], "reference": "eager in float64", **summary}
+    (folder / "reports").mkdir()
+    (folder / "reports" / "parity.json").write_text(dump_json(report))
+    manifest["reports"] = {"parity": summary}
+    manifest["files"] = hash_files(folder)
+    (folder / "manifest.json").write_text(dump_json(manifest))
+
+
+def _text_array(text: str) -> Any:
+    import numpy as np
+
+    return np.array(text)
+
+
+def _interface(files: CFiles, prefix: str) -> dict[str, Any]:
+    from graphrl.keys import encode_key
+
+    sides = [
+        [{"key": encode_key(m.key), "name": m.name, "c_type": m.c_type, "shape": list(m.shape), "size": m.size,
+          "place": m.place} for m in members] for members in (files.inputs, files.outputs)
+    ]  # fmt: skip
+    return {"prefix": prefix, "stack_bytes": files.stack_bytes, "weight_bytes": files.weight_bytes,
+            "inputs": sides[0], "outputs": sides[1]}  # fmt: skip
+
+
+def _manifest(
+    program: Program, who: _Identity, targets: Sequence[str], interface: dict[str, Any] | None
+) -> dict[str, Any]:
+    tools = {"graphrl": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    if "onnx" in targets:
+        import onnx
+
+        tools["onnx"] = onnx.__version__
+    data = program_to_json(program)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "contract": who.contract,
+        "contract_hash": who.contract_hash,
+        "program_hash": who.program_hash,
+        "weight_hash": who.weight_hash,
+        "inputs": data["inputs"],
+        "outputs": data["outputs"],
+        "targets": list(targets),
+        "tolerance": TOLERANCE,
+        "tools": tools,
+        "c": interface,
+        "reports": {},
+        "files": {},
+    }
+
+
+def _c_runner(folder: Path, program: Program) -> Any:
+    """The compiled C, one golden row at a time, through the C interface itself."""
+    from graphrl.compiler.bundle.c_policy import CPolicy
+    from graphrl.compiler.bundle.verify import run_c_row
+
+    policy = CPolicy(folder)
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.from_numpy(a) for a in run_c_row(policy, [t.numpy() for t in inputs])]
+
+    return run

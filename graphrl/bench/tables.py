@@ -1,0 +1,64 @@
+"""What the suites share: options, timing on either device, finding peers, Markdown."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graphrl.compiler.benchmark import BenchmarkTable, table_of, time_interleaved
+
+__all__ = ["BenchOptions", "installed", "measure", "to_markdown"]
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """``round_s``: about how long a competitor runs before the next has its turn."""
+
+    device: str = "cpu"
+    peers: bool = True
+    repeats: int = 30
+    round_s: float = 0.01
+
+
+def installed(package: str, options: BenchOptions) -> bool:
+    """Whether a peer is wanted and there."""
+    return options.peers and importlib.util.find_spec(package) is not None
+
+
+def measure(
+    title: str,
+    runs: Mapping[str, Callable[[], Any]],
+    options: BenchOptions,
+    *,
+    per_call: int = 1,
+    compile_s: Mapping[str, float] | None = None,
+) -> BenchmarkTable:
+    """Time the competitors in turn; ratios are against the first.
+
+    per_call: units of work in a call (frames, steps); times are then those of one unit. On a GPU every call waits
+    for its results, so what is timed is the work, not its launch.
+    """
+    if options.device == "cuda":
+        runs = {name: _synchronised(run) for name, run in runs.items()}
+    times = time_interleaved(runs, repeats=options.repeats, round_s=options.round_s)
+    return table_of(title, {name: [s / per_call for s in seconds] for name, seconds in times.items()}, compile_s)
+
+
+def _synchronised(run: Callable[[], Any]) -> Callable[[], Any]:
+    import torch
+
+    def waiting() -> None:
+        run()
+        torch.cuda.synchronize()
+
+    return waiting
+
+
+def to_markdown(tables: Sequence[BenchmarkTable]) -> str:
+    """The tables as a page, with the machine once at the end."""
+    parts = [f"### {table.title}\n\n{table.to_markdown()}\n" for table in tables]
+    if tables:
+        parts.append("Measured on " + ", ".join(f"{k} {v}" for k, v in tables[0].machine.items()) + ".\n")
+    return "\n".join(parts)

@@ -1,0 +1,47 @@
+"""``graphrl bench``: the suites of ``graphrl.bench``, printed and written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+__all__ = ["run"]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure graphrl beside its peers. All competitors of a suite take turns in one run."""
+
+    suite: str = "policy,update,gae,collector"
+    """Comma-separated."""
+    device: str = "cpu"
+    peers: bool = True
+    """Include other libraries where they are installed."""
+    repeats: int = 30
+    """Rounds; median and quartiles are over these."""
+    json: str | None = None
+    """Write the tables as JSON to this file."""
+    markdown: str | None = None
+    """Write the tables as Markdown to this file."""
+
+
+def run(arguments: list[str]) -> None:
+    """Run the suites; print each table as it is done."""
+    options = tyro.cli(Bench, prog="graphrl bench", args=arguments)
+    from rich.console import Console
+
+    from graphrl.bench import run_suites, to_markdown
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    tables = []
+    for table in run_suites(options.suite.split(","), options.device, options.peers, options.repeats):
+        console.print(table)
+        tables.append(table)
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps([json.loads(t.to_json()) for t in tables], indent=2) + "\n")
+    if options.markdown is not None:
+        Path(options.markdown).write_text(to_markdown(tables))

@@ -1,0 +1,85 @@
+"""``graphrl explain FILE:OBJECT``: print what the compiler made of an object in a Python file."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from graphrl.errors import GraphRLError, did_you_mean
+
+__all__ = ["run"]
+
+
+@dataclass(frozen=True)
+class Explain:
+    """Draw a keyed graph, and tell passes, programs, backends and refusals of a compiled object."""
+
+    target: Annotated[str, tyro.conf.Positional]
+    """FILE:OBJECT. The object: a graph, a compiled graph or update, a program, or a function that returns one."""
+    example: str | None = None
+    """Name of a batch in the same file, to compile a plain graph for."""
+    backend: str = "inductor"
+    """Backend to compile a plain graph with."""
+
+
+def run(arguments: list[str]) -> None:
+    """Print the explanation."""
+    options = tyro.cli(Explain, prog="graphrl explain", args=arguments)
+    path, colon, name = options.target.rpartition(":")
+    if not colon or not name:
+        raise GraphRLError(f"explain: expected FILE:OBJECT, found {options.target!r}")
+    module = load_file(Path(path))
+    target = _attribute(module, name, path)
+    example = None if options.example is None else _attribute(module, options.example, path)
+    print(describe(target, example, options.backend))
+
+
+def describe(target: Any, example: Any, backend: str) -> str:
+    """The text for one object; see :class:`Explain`. Raises :class:`GraphRLError` for anything else."""
+    from tensordict.nn import TensorDictModuleBase
+
+    from graphrl import CompiledGraph, CompiledUpdate, KeyedGraph, Program, compile, explain
+
+    known = (CompiledGraph, CompiledUpdate, Program)
+    if not isinstance(target, (*known, TensorDictModuleBase)) and callable(target):
+        target = target()
+    if isinstance(target, known):
+        return str(explain(target))
+    if isinstance(target, TensorDictModuleBase):
+        if example is not None:
+            return str(explain(compile(target, example() if callable(example) else example, backend=backend)))
+        graph = target if isinstance(target, KeyedGraph) else KeyedGraph(target)
+        return f"{graph.to_mermaid()}\n\nnot compiled: name a batch of the same file with --example to see its program"
+    raise GraphRLError(
+        f"explain: the object is a {type(target).__name__}; expected a keyed graph, or what compile, compile_update or "
+        "trace returned"
+    )
+
+
+def load_file(path: Path) -> Any:
+    """A Python file as a module, run as any import would. Raises :class:`GraphRLError` for a missing file."""
+    if not path.is_file():
+        raise GraphRLError(f"explain: no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise GraphRLError(f"explain: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _attribute(module: Any, name: str, path: str) -> Any:
+    if not hasattr(module, name):
+        names = [n for n in vars(module) if not n.startswith("_")]
+        raise GraphRLError(f"explain: {path} has no {name!r}.{did_you_mean(name, names)}")
+    return getattr(module, name)
