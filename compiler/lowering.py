@@ -88,6 +88,7 @@ def fake_like(tensors: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
 def normalize(traced: fx.GraphModule, tensors: Sequence[Tensor], extra: dict[Any, Any] | None = None) -> fx.GraphModule:
     """Core ATen, no in-place operation but one final ``copy_`` for each placeholder that was written."""
     table = {**core_aten_decompositions(), **foreach_decompositions(), **(extra or {})}
+    table.pop(torch.ops.aten.bernoulli.default, None)  # it draws float32 whatever the dtype, and so not as eager does
     mode = FakeTensorMode()
     fakes = fake_like(tensors, mode)
     functional = torch.func.functionalize(traced, remove="mutations")

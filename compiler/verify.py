@@ -65,7 +65,8 @@ def relative_error(found: Tensor, reference: Tensor) -> float:
         return 0.0 if torch.equal(found, reference.to(found.dtype)) else float("inf")
     a, b = found.double(), reference.double()
     special = ~torch.isfinite(b)
-    if not torch.equal(a[special].nan_to_num(), b[special].nan_to_num()) or not torch.isfinite(a[~special]).all():
+    equal = torch.isclose(a[special], b[special], rtol=0, atol=0, equal_nan=True)
+    if not equal.all() or not torch.isfinite(a[~special]).all():
         return float("inf")
     a, b = a[~special], b[~special]
     if a.numel() == 0:

@@ -1,18 +1,27 @@
 """Reinforcement learning as keyed graphs: compiled policies, compiled training updates, C for the robot."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from graphrl._version import __version__
-from graphrl.compiler.benchmark import benchmark
-from graphrl.compiler.compiled import CompiledGraph, compile
-from graphrl.compiler.explain import explain
-from graphrl.compiler.program import Program
-from graphrl.compiler.trace import trace
-from graphrl.compiler.update import CompiledUpdate, compile_update
 from graphrl.errors import GraphRLError
-from graphrl.graph import KeyedGraph
+
+if TYPE_CHECKING:
+    from graphrl.compiler.benchmark import benchmark
+    from graphrl.compiler.bundle import Contract, export
+    from graphrl.compiler.compiled import CompiledGraph, compile
+    from graphrl.compiler.explain import explain
+    from graphrl.compiler.program import Program
+    from graphrl.compiler.trace import trace
+    from graphrl.compiler.update import CompiledUpdate, compile_update
+    from graphrl.graph import KeyedGraph
 
 __all__ = [
     "CompiledGraph",
     "CompiledUpdate",
+    "Contract",
     "GraphRLError",
     "KeyedGraph",
     "Program",
@@ -21,5 +30,32 @@ __all__ = [
     "compile",
     "compile_update",
     "explain",
+    "export",
     "trace",
 ]
+
+# Names are imported when first used: `graphrl verify` runs on a robot without torch, and `graphrl --help` is quick.
+_HOMES = {
+    "CompiledGraph": "graphrl.compiler.compiled",
+    "CompiledUpdate": "graphrl.compiler.update",
+    "Contract": "graphrl.compiler.bundle",
+    "KeyedGraph": "graphrl.graph",
+    "Program": "graphrl.compiler.program",
+    "benchmark": "graphrl.compiler.benchmark",
+    "compile": "graphrl.compiler.compiled",
+    "compile_update": "graphrl.compiler.update",
+    "explain": "graphrl.compiler.explain",
+    "export": "graphrl.compiler.bundle",
+    "trace": "graphrl.compiler.trace",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'graphrl' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -42,7 +42,8 @@ class Native:
 
     def supports(self, program: Program) -> Refusal | None:
         """``None``, or why this program cannot run in generated C."""
-        for port in (*program.inputs, *program.outputs, *program.state, *program.noise):
+        ports: list[Any] = [*program.inputs, *program.outputs, *program.state, *program.noise]
+        for port in ports:
             if port.device.type != "cpu":
                 return Refusal(f"generated C runs on the CPU, and {_label(port)!r} is on {port.device}")
         try:
@@ -68,7 +69,9 @@ class NativeProgram:
 
     def __init__(self, program: Program) -> None:
         self.code, generated = native_code(program)
-        self._library = ctypes.PyDLL(str(compiled(self.code)))  # a call of microseconds is not worth a GIL release
+        self._library: ctypes.CDLL = ctypes.PyDLL(
+            str(compiled(self.code))
+        )  # a call of microseconds is not worth a GIL release
         if _work(program) > 1_000_000:
             self._library = ctypes.CDLL(self._library._name)
         self._function = self._library.graphrl_call

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,7 +54,8 @@ class Onnx:
             return Refusal(str(missing))
         from graphrl.compiler.backends.onnx_graph import build_model
 
-        for port in (*program.inputs, *program.outputs, *program.state, *program.noise):
+        ports: list[Any] = [*program.inputs, *program.outputs, *program.state, *program.noise]
+        for port in ports:
             if port.device.type != "cpu":
                 return Refusal(f"this backend runs ONNX Runtime on the CPU, and {port} is on {port.device}")
             if 0 in port.shape:
@@ -73,7 +75,10 @@ class Onnx:
 
 
 class OnnxProgram:
-    """An ONNX Runtime session whose inputs, weights among them, are read where PyTorch holds them."""
+    """An ONNX Runtime session whose inputs, weights among them, are read where PyTorch holds them.
+
+    One call at a time: the bindings are kept between calls.
+    """
 
     def __init__(self, program: Program) -> None:
         import onnxruntime
@@ -91,29 +96,40 @@ class OnnxProgram:
         first = len(program.inputs)
         written = [(first + i, s) for i, s in enumerate(program.state) if s.mutated]
         self._written = [i for i, _ in written]
-        self._outputs = list(zip(output_names(program), [*program.outputs, *(s for _, s in written)], strict=True))
+        results: list[Any] = [*program.outputs, *(s for _, s in written)]
+        self._templates = [torch.empty(p.shape, dtype=p.dtype) for p in results]
+        self._outputs = list(zip(output_names(program), self._templates, strict=True))
         self._count = len(program.outputs)
+        self._binding = self._session.io_binding()
+        self._bound: dict[int, int] = {}
 
     def __call__(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         """Run on all placeholder values: inputs, state, draws. Returns fresh outputs in order."""
-        binding = self._session.io_binding()
-        alive = []
+        binding, alive = self._binding, []
         for i, name in self._inputs:
-            tensor = arguments[i].detach().contiguous()
-            alive.append(tensor)
-            binding.bind_input(name, "cpu", 0, _numpy(tensor.dtype), list(tensor.shape), tensor.data_ptr())
-        results = [torch.empty(port.shape, dtype=port.dtype) for _, port in self._outputs]
-        for (name, port), tensor in zip(self._outputs, results, strict=True):
-            binding.bind_output(name, "cpu", 0, _numpy(port.dtype), list(port.shape), tensor.data_ptr())
+            tensor = arguments[i]
+            if not tensor.is_contiguous():
+                tensor = tensor.detach().contiguous()
+                alive.append(tensor)
+            address = tensor.data_ptr()
+            if self._bound.get(i) != address:  # binding costs 4 us each: weights rarely move
+                binding.bind_input(name, "cpu", 0, _NUMPY[tensor.dtype], list(tensor.shape), address)
+                self._bound[i] = address
+        results = [torch.empty_like(t) for t in self._templates]
+        for (name, _), tensor in zip(self._outputs, results, strict=True):
+            binding.bind_output(name, "cpu", 0, _NUMPY[tensor.dtype], list(tensor.shape), tensor.data_ptr())
         self._session.run_with_iobinding(binding)
+        for i, _ in self._inputs if alive else ():
+            self._bound.pop(i, None)  # copies die with this call
         with torch.no_grad():
             for i, value in zip(self._written, results[self._count :], strict=True):
                 arguments[i].copy_(value)
         return results[: self._count]
 
 
-def _numpy(dtype: torch.dtype) -> Any:
-    return torch.empty(0, dtype=dtype).numpy().dtype.type
-
+_NUMPY: dict[torch.dtype, Any] = {
+    torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.int32: np.int32,
+    torch.bool: np.bool_,
+}  # fmt: skip
 
 BACKEND = Onnx()

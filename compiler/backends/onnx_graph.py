@@ -79,12 +79,14 @@ class Writer:
     # ---- writing
 
     def op(self, kind: str, *inputs: str, outputs: int = 1, **attributes: Any) -> Any:
+        """Append an ONNX operation; the name of its result, or a list of names."""
         made = [f"v{self._count + i}" for i in range(outputs)]
         self._count += outputs
         self.nodes.append(helper.make_node(kind, list(inputs), made, name=f"{kind}_{len(self.nodes)}", **attributes))
         return made[0] if outputs == 1 else made
 
     def const(self, value: Any, dtype: Any = None, name: str = "") -> str:
+        """The name of a constant; equal constants are stored once."""
         array = np.ascontiguousarray(np.asarray(value, dtype=dtype)).reshape(np.shape(value))
         key = repr((array.dtype.str, array.shape)).encode() + array.tobytes()
         if key not in self._by_value:
@@ -94,12 +96,15 @@ class Writer:
         return self._by_value[key]
 
     def ints(self, values: Sequence[int]) -> str:
+        """A constant list of integers."""
         return self.const(list(values), np.int64)
 
     def number(self, value: Any, dtype: torch.dtype) -> str:
+        """A constant scalar."""
         return self.const(torch.tensor(value, dtype=dtype).numpy())
 
     def cast(self, name: str, source: torch.dtype, target: torch.dtype) -> str:
+        """``name`` converted where the dtypes differ."""
         return name if source == target else self.op("Cast", name, to=DTYPES[target])
 
     def read(self, value: Any, dtype: torch.dtype) -> str:
@@ -116,6 +121,7 @@ class Writer:
     # ---- the walk
 
     def run(self) -> None:
+        """Write every node, input and output."""
         writes: list[tuple[fx.Node, fx.Node]] = []
         self._placeholders()
         for node in self.program.graph_module.graph.nodes:
@@ -128,14 +134,14 @@ class Writer:
                 self.names[node] = emit(self, node)
             elif node.op == "output":
                 results = [*node.args[0], *(source for _, source in writes)]
-                order = [*self.program.outputs, *(s for s in self.program.state if s.mutated)]
+                order: list[Any] = [*self.program.outputs, *(s for s in self.program.state if s.mutated)]
                 for name, result, port in zip(output_names(self.program), results, order, strict=True):
                     self.nodes.append(helper.make_node("Identity", [self.names[result]], [name], name=f"output/{name}"))
                     self.outputs.append(self._info(name, port.dtype, port.shape, result))
 
     def _placeholders(self) -> None:
         program = self.program
-        ports = [*program.inputs, *program.state, *program.noise]
+        ports: list[Any] = [*program.inputs, *program.state, *program.noise]
         names = iter(input_names(program, embed=self.embed))
         first, last = len(program.inputs), len(program.inputs) + len(program.state)
         for i, (node, port) in enumerate(zip(program.placeholders(), ports, strict=True)):

@@ -44,7 +44,7 @@ REDUCTIONS = {"sum": "ReduceSum", "mean": "ReduceMean", "amax": "ReduceMax", "am
               "linalg_vector_norm": "ReduceL2"}  # fmt: skip
 
 
-def emit(w: Writer, node: fx.Node) -> Any:
+def emit(w: Writer, node: Any) -> Any:
     """Write ``node``'s operations; the name of its value, or a list of names for an operation with several."""
     name = op_name(node)
     if name == "getitem":

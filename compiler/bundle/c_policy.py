@@ -158,6 +158,7 @@ def _array(struct: ctypes.Structure, member: dict[str, Any]) -> np.ndarray:
 
 
 def main(arguments: list[str]) -> int:
+    """Check the bundle named on the command line, or the one this file lies in; the exit status."""
     where = arguments[0] if arguments else str(Path(__file__).parent)
     try:
         files = check_files(where)

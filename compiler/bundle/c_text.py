@@ -36,6 +36,7 @@ class Member:
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
 

@@ -137,7 +137,7 @@ def hash_contract(data: Mapping[str, Any]) -> str:
 
 
 def check_against(contract: Contract, inputs: Mapping[Key, int], action_key: Key, action_size: int) -> None:
-    """Raise :class:`ContractError` where ``contract`` contradicts the program (inputs by key with sizes, action size)."""
+    """Raise :class:`ContractError` where ``contract`` contradicts the program (inputs: key to size)."""
     recurrent = [s.key for s in contract.recurrent or ()]
     if contract.observations is not None:
         declared = [t.key for t in contract.observations]
@@ -145,7 +145,7 @@ def check_against(contract: Contract, inputs: Mapping[Key, int], action_key: Key
             if key not in declared and key not in recurrent:
                 raise ContractError(
                     f"the policy reads {key!r}, which is not among the contract's observations {declared}: a "
-                    f"privileged input left in? Declare it, or export a graph that does without.{did_you_mean(key, declared)}"
+                    f"privileged input left in? Declare it, or leave it out.{did_you_mean(key, declared)}"
                 )
         for key in declared:
             if key not in inputs:

@@ -22,6 +22,7 @@ __all__ = ["dump_json", "dump_npz", "hash_files", "sha256", "whole_folder"]
 
 
 def sha256(data: bytes) -> str:
+    """Hash of some bytes, in hex."""
     return hashlib.sha256(data).hexdigest()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from graphrl.compiler.program import Program
 from graphrl.compiler.verify import float64_reference
+from graphrl.errors import BundleError
 from graphrl.keys import encode_key
 
 __all__ = ["Golden", "make_golden", "parity_error"]
@@ -47,7 +49,8 @@ def make_golden(program: Program, examples: Sequence[Sequence[Tensor]]) -> Golde
     """Random, example and extreme rows for ``program``. ``examples``: recorded inputs, one sequence a row.
 
     Random rows have the mean and spread of the examples where there are several, and a spread of 1 and 3 otherwise.
-    Inputs that are not floats take the examples' values. No row whose reference is not finite is kept.
+    Inputs that are not floats take the examples' values. No row whose reference is not finite is kept;
+    raises :class:`BundleError` when none is left.
     """
     examples = [tuple(row) for row in examples[:EXAMPLE_ROWS]]
     generator = torch.Generator().manual_seed(20240229)
@@ -59,17 +62,20 @@ def make_golden(program: Program, examples: Sequence[Sequence[Tensor]]) -> Golde
                                      for i, s in enumerate(stacked))))  # fmt: skip
     for value in EXTREMES:
         rows.append(("extreme", tuple(torch.full_like(t, value) if t.is_floating_point() else t for t in examples[0])))
-    kept = []
+    kept: list[Any] = []
     for kind, inputs in rows:
         outputs = tuple(t.double() if t.is_floating_point() else t for t in float64_reference(program, list(inputs)))
         if all(torch.isfinite(t).all() and (t.abs() < 1e37).all() for t in outputs):
             kept.append((kind, inputs, outputs))
+    if not kept:
+        raise BundleError("the policy's output is not finite for any golden input, the example among them")
     usual = [k for k in kept if k[0] != "extreme"] or kept
     scales = []
     for i in range(len(program.outputs)):
         sizes = [float(outputs[i].abs().max()) if outputs[i].numel() else 0.0 for _, _, outputs in usual]
         scales.append(max(float(np.median(sizes)) if sizes else 0.0, 1e-6))
-    return Golden(*(tuple(k[i] for k in kept) for i in range(3)), tuple(scales))  # type: ignore[arg-type]
+    columns: list[Any] = list(zip(*kept, strict=True))
+    return Golden(columns[0], columns[1], columns[2], tuple(scales))
 
 
 def _random(stacked: Tensor, like: Tensor, spread: float, generator: torch.Generator) -> Tensor:

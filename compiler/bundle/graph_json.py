@@ -64,7 +64,7 @@ def program_from_json(data: Mapping[str, Any], state: Mapping[str, Tensor]) -> P
 def _propagate(program: Program) -> None:
     """Fill in the shape of every node."""
     mode = FakeTensorMode()
-    sources = [*program.inputs, *program.state]
+    sources: list[Any] = [*program.inputs, *program.state]
     with mode:
         fakes = [torch.empty(p.shape, dtype=p.dtype) for p in sources]
 

@@ -75,7 +75,7 @@ def _drawn(node: fx.Node) -> _Draw | None:
         return _Draw(node, "random", (low, high))
     if node.target is aten.randperm.default:
         return _Draw(node, "randperm")
-    if node.target is aten.bernoulli.default:
+    if node.target is aten.bernoulli.default and node.meta["val"].dtype in (torch.float32, torch.float64):
         return _Draw(node.args[0], "uniform", (), _below_probability)
     if node.target is aten.multinomial.default and node.args[1] == 1:
         return _Draw(node.args[0], "exponential", (1.0,), _largest_quotient)

@@ -17,8 +17,8 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 from graphrl.bench.tables import BenchOptions, installed
-from graphrl.compiler.bundle.c_policy import find_compiler
 from graphrl.compiler.benchmark import BenchmarkRow, BenchmarkTable, benchmark
+from graphrl.compiler.bundle.c_policy import find_compiler
 from graphrl.graph import KeyedGraph
 
 __all__ = ["keyed_policy", "suite"]

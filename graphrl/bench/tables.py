@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from graphrl.compiler.benchmark import BenchmarkTable, table_of, time_interleaved
 
 __all__ = ["BenchOptions", "installed", "measure", "to_markdown"]
@@ -47,7 +49,6 @@ def measure(
 
 
 def _synchronised(run: Callable[[], Any]) -> Callable[[], Any]:
-    import torch
 
     def waiting() -> None:
         run()

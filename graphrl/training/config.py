@@ -59,6 +59,8 @@ class PPOConfig:
     policy_backend: str = "native"
     update_backend: str = "inductor"
     device: str = "cpu"
+    threads: int = 1
+    """CPU threads of torch while training: networks of this size gain nothing from more."""
     out: str | None = None
     """Run folder: progress.csv, checkpoint/, tensorboard/. Default: a new folder under runs/."""
     overwrite: bool = False
@@ -72,7 +74,7 @@ class PPOConfig:
 
     def check(self) -> None:
         """Raise :class:`SpecError` for values that cannot make a run."""
-        for name in ("total_frames", "frames_per_batch", "epochs", "minibatch", "checkpoint_every"):
+        for name in ("total_frames", "frames_per_batch", "epochs", "minibatch", "checkpoint_every", "threads"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name}={getattr(self, name)}: expected at least 1")
         if self.eval_episodes < 0:

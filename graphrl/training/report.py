@@ -51,9 +51,8 @@ class Report:
         now = time.monotonic()
         if now - self._spoke >= LINE_EVERY_S or row["frames"] >= self.total:
             self._spoke = now
-            print(
-                f"{self.title}: {row['frames']:.0f}/{self.total} frames, {figures(row)}", file=self.stream, flush=True
-            )
+            done = f"{row['frames']:.0f}/{self.total} frames"
+            print(f"{self.title}: {done}, {figures(row)}", file=self.stream, flush=True)
 
 
 def figures(row: dict[str, float]) -> str:

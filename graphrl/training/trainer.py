@@ -20,6 +20,7 @@ from graphrl.training.interrupt import InterruptGuard
 from graphrl.training.loggers import CSVLogger, Logger, TensorBoardLogger
 from graphrl.training.ppo import PPO
 from graphrl.training.report import Report
+from graphrl.training.threads import torch_threads
 
 __all__ = ["TrainResult", "Trainer", "load_config", "load_policy"]
 
@@ -121,7 +122,7 @@ class Trainer:
         Ctrl-C saves the last complete update and raises KeyboardInterrupt with a line that says where and how to go on.
         """
         try:
-            with InterruptGuard() as guard, self._report() as report:
+            with torch_threads(self.config.threads), InterruptGuard() as guard, self._report() as report:
                 try:
                     self._loop(guard, report)
                 except KeyboardInterrupt:
@@ -245,7 +246,7 @@ def load_config(folder: Path | str) -> PPOConfig:
 
 
 def load_policy(folder: Path | str) -> tuple[Any, PPOConfig]:
-    """The trained actor of a run folder, eager, in eval mode, and its configuration. Raises :class:`CheckpointError`."""
+    """The trained actor of a run folder, eager and in eval mode, and the configuration; or :class:`CheckpointError`."""
     tensors, data = load_checkpoint(checkpoint_folder(folder))
     config = replace(_config_of(data, folder), device="cpu")
     with GymEnv(config.env.id) as env:
@@ -258,6 +259,4 @@ def _config_of(data: dict[str, Any], folder: Path | str) -> PPOConfig:
     try:
         return PPOConfig.from_dict(data["config"])
     except (KeyError, TypeError, GraphRLError) as error:
-        raise CheckpointError(
-            f"the checkpoint in {folder} holds no PPO configuration this version reads: {error}"
-        ) from error
+        raise CheckpointError(f"the checkpoint in {folder} holds no PPO configuration: {error}") from error

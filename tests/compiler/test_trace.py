@@ -95,6 +95,7 @@ DRAWS = {
     "like a transposed tensor": lambda x: torch.randn_like(x.t()).t() + torch.rand_like(x.t()).t(),
     "dropout then normal": lambda x: nn.functional.dropout(x, 0.5) + torch.randn_like(x),
     "bernoulli": lambda x: torch.bernoulli(x.sigmoid()) + torch.rand(1),
+    "bernoulli in float64": lambda x: torch.bernoulli(x.double().sigmoid()) + torch.rand(1),
     "bernoulli in place": lambda x: torch.empty_like(x).bernoulli_(0.3) + torch.rand(1),
     "categorical": lambda x: torch.distributions.Categorical(logits=x).sample() + torch.rand(4),
     "multinomial": lambda x: torch.multinomial(x.softmax(-1), 1) + torch.rand(1),

@@ -27,15 +27,16 @@ def literal(value: float | int | bool, dtype: torch.dtype) -> str:
     """A number as C text that gives back exactly the same value."""
     if not dtype.is_floating_point:
         return str(int(value)) if abs(int(value)) < 2**31 else f"INT64_C({int(value)})"
+    single = dtype != torch.float64
     with np.errstate(over="ignore"):
-        number = float(np.float32(value))
+        number = float(np.float32(value)) if single else float(value)
     if math.isnan(number):
         return "NAN"
     if math.isinf(number):
         return "INFINITY" if number > 0 else "-INFINITY"
-    text = f"{number:.9g}"
-    text = text if any(c in text for c in ".e") else f"{text}.0"
-    return f"{text}f" if number >= 0 and not text.startswith("-") else f"({text}f)"
+    text = f"{number:.9g}" if single else f"{number:.17g}"
+    text = (text if any(c in text for c in ".e") else f"{text}.0") + ("f" if single else "")
+    return f"({text})" if text.startswith("-") else text
 
 
 def convert(text: str, source: torch.dtype, target: torch.dtype) -> str:
@@ -48,6 +49,7 @@ def convert(text: str, source: torch.dtype, target: torch.dtype) -> str:
 
 
 def is_elementwise(node: fx.Node) -> bool:
+    """Whether :func:`expression` knows this operation."""
     name = op_name(node)
     return name in ELEMENTWISE or name in _SPECIAL
 
@@ -57,6 +59,8 @@ def expression(node: fx.Node, read: Read) -> str:
     name = op_name(node)
     dtype = value_of(node).dtype
     c_type(dtype, node)
+    if name not in _IN_DOUBLE and any(v.meta["val"].dtype == torch.float64 for v in (node, *node.all_input_nodes)):
+        raise Unsupported(f"{name} in float64 is not supported, generated C computes in float32", node)
     if name in _SPECIAL:
         return _SPECIAL[name](node, read, dtype)
     op = ELEMENTWISE[name]
@@ -67,7 +71,8 @@ def expression(node: fx.Node, read: Read) -> str:
         dtype = torch.bool
     if not dtype.is_floating_point and not op.integer:
         raise Unsupported(f"{name} on {str(dtype).removeprefix('torch.')} is not supported", node)
-    return op.text.format(*(read(a, dtype) for a in args))
+    text = op.text.replace("1.0f", "1.0").replace("sqrtf", "sqrt") if dtype == torch.float64 else op.text
+    return text.format(*(read(a, dtype) for a in args))
 
 
 def _common_dtype(args: list[Any]) -> torch.dtype:
@@ -173,6 +178,14 @@ _SPECIAL: dict[str, Callable[[fx.Node, Read, torch.dtype], str]] = {
     "bitwise_xor.Tensor": _bitwise("^"),
     "bitwise_not.default": _bitwise("!"),
 }
+
+
+_IN_DOUBLE = frozenset(
+    "add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar neg.default sqrt.default "
+    "rsqrt.default reciprocal.default gt.Tensor gt.Scalar ge.Tensor ge.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar "
+    "eq.Tensor eq.Scalar _to_copy.default clone.default copy.default".split()
+)
+"""What statistics kept in float64 need before they meet a float32 network."""
 
 
 class Group:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -55,6 +56,7 @@ class Generated:
 
     @property
     def code(self) -> str:
+        """The whole text, in the order a compiler needs it."""
         return "\n\n".join(part for part in (self.helpers, self.tables, self.function) if part) + "\n"
 
 
@@ -75,7 +77,7 @@ class Emitter:
     def __init__(self, program: Program, embed: bool) -> None:
         self.program = program
         self.embed = embed
-        self.values: dict[fx.Node, View | tuple[View, ...]] = {}
+        self.values: dict[Any, Any] = {}  # a View, or a tuple of them
         self.steps: list[Step] = []
         self.tables: dict[Buffer, Tensor] = {}
         self.parameters: list[tuple[Buffer, Argument]] = []
@@ -103,6 +105,7 @@ class Emitter:
         return View.whole(buffer, shape)
 
     def literal(self, number: float | int | bool, shape: Sequence[int], dtype: torch.dtype) -> View:
+        """A value that is one number everywhere; it takes no memory."""
         buffer = Buffer("", dtype, 1, "literal", literal=number)
         return View.whole(buffer, tuple(shape))
 
@@ -114,6 +117,7 @@ class Emitter:
         return buffer
 
     def add_step(self, step: Step) -> None:
+        """Append a piece of code."""
         if step.lines:
             self.steps.append(step)
 
@@ -152,11 +156,13 @@ class Emitter:
         return self.materialize(view)
 
     def in_memory(self, view: View) -> View:
+        """``view``, written out when it is only a number."""
         return self.materialize(view) if view.buffer.kind == "literal" else view
 
     # ---- the walk
 
     def run(self, name: str, storage: str) -> Generated:
+        """Walk the program and print it."""
         places = self.program.placeholders()
         self._bind_placeholders(places)
         writes: list[tuple[View, fx.Node]] = []
@@ -179,7 +185,7 @@ class Emitter:
 
     def _bind_placeholders(self, places: list[fx.Node]) -> None:
         program = self.program
-        groups = (("input", program.inputs), ("state", program.state), ("noise", program.noise))
+        groups: Any = (("input", program.inputs), ("state", program.state), ("noise", program.noise))
         kinds = [(kind, i, item) for kind, items in groups for i, item in enumerate(items)]
         for (kind, i, item), node in zip(kinds, places, strict=True):
             written = kind == "state" and item.mutated
@@ -196,14 +202,14 @@ class Emitter:
             self.parameters.append((buffer, argument))
             self.values[node] = View.whole(buffer, item.shape)
 
-    def _emit(self, node: fx.Node) -> View | tuple[View, ...]:
+    def _emit(self, node: Any) -> Any:
         name = op_name(node)
         if name in VIEWS:
             return view_of(node, self.values[node.args[0]], self.materialize)
         if name in _FILLED:
             value = value_of(node)
             c_type(value.dtype, node)
-            number = _FILLED[name]
+            number: Any = _FILLED[name]
             number = arguments(node)[number] if isinstance(number, str) else number
             return self.literal(number, tuple(value.shape), value.dtype)
         if name == "arange.start_step":
@@ -217,6 +223,9 @@ class Emitter:
             return self._elementwise(node)
         for names, emit in ((MATMULS, emit_matmul), (REDUCTIONS, emit_reduction), (INDEXING, emit_indexing)):
             if name in names:
+                for value in (node, *node.all_input_nodes):
+                    if isinstance(value.meta.get("val"), Tensor) and value.meta["val"].dtype == torch.float64:
+                        raise Unsupported(f"{name} in float64 is not supported, generated C computes in float32", node)
                 self.flush()
                 return emit(self, node)
         raise Unsupported(f"operation {name} is not supported in generated C", node)
@@ -267,7 +276,7 @@ class Emitter:
         if stored:
             self.add_step(group.step(stored))
 
-    def _finish(self, node: fx.Node, writes: list[tuple[View, fx.Node]]) -> None:
+    def _finish(self, node: Any, writes: list[tuple[View, fx.Node]]) -> None:
         """Outputs first, then state writes, so that an output that shows a state shows its old value."""
         self.flush()
         taken: set[Buffer] = set()
@@ -323,7 +332,7 @@ def _joined(parameters: list[str]) -> list[str]:
 
 
 def _scratch_lines(layout: Layout, types: dict[Buffer, str], storage: str) -> list[str]:
-    names = {"float": "scratch", "int64_t": "scratch_i64", "int32_t": "scratch_i32", "unsigned char": "scratch_u8"}
+    names = {"float": "scratch", "double": "scratch_f64", "int64_t": "scratch_i64", "int32_t": "scratch_i32", "unsigned char": "scratch_u8"}
     lines = [f"{storage}{kind} {names[kind]}[{size}];" for kind, size in sorted(layout.sizes.items())]
     for buffer, offset in layout.offsets.items():
         kind = types[buffer]

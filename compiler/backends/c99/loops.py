@@ -38,6 +38,7 @@ def index(offset: int, strides: Sequence[int], variables: Sequence[str]) -> str:
 
 
 def indent(lines: Sequence[str], by: int = 1) -> list[str]:
+    """``lines`` moved right."""
     return ["    " * by + line if line else line for line in lines]
 
 

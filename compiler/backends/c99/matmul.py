@@ -49,6 +49,7 @@ class _Product:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
+        """B, M, K, N."""
         b, m, k = self.x.shape
         return b, m, k, self.w.shape[2]
 

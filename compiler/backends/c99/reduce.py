@@ -35,8 +35,9 @@ _ROW_MAP = {"_softmax": "exp", "_log_softmax": "log"}
 
 REDUCTIONS = frozenset(
     "sum.dim_IntList sum.default mean.dim mean.default amax.default amin.default argmax.default argmin.default "
-    "prod.dim_int prod.default var.correction linalg_vector_norm.default any.dim any.default any.dims all.dim "
-    "all.default max.dim min.dim max.default min.default _softmax.default _log_softmax.default native_layer_norm.default "
+    "prod.dim_int prod.default var.correction linalg_vector_norm.default any.dim any.default any.dims "
+    "all.dim all.default "
+    "max.dim min.dim max.default min.default _softmax.default _log_softmax.default native_layer_norm.default "
     "cumsum.default".split()
 )
 

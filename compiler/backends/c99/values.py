@@ -1,4 +1,4 @@
-"""Buffers, and the strided views of them that stand for a program's values. A reshape costs nothing until it must copy."""
+"""Buffers, and the strided views of them that stand for a program's values. Reshaping is free until it must copy."""
 
 from __future__ import annotations
 
@@ -45,15 +45,18 @@ class View:
 
     @classmethod
     def whole(cls, buffer: Buffer, shape: Sequence[int]) -> View:
+        """All of ``buffer``, in order."""
         strides = (0,) * len(shape) if buffer.kind == "literal" else contiguous_strides(shape)
         return cls(buffer, tuple(shape), strides)
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def dtype(self) -> torch.dtype:
+        """The buffer's dtype."""
         return self.buffer.dtype
 
     def is_contiguous(self) -> bool:
@@ -67,6 +70,7 @@ class View:
     # ---- reshaping without a copy
 
     def permute(self, dims: Sequence[int]) -> View:
+        """The dims in another order."""
         dims = [d % len(self.shape) for d in dims] if self.shape else []
         return replace(self, shape=tuple(self.shape[d] for d in dims), strides=tuple(self.strides[d] for d in dims))
 
@@ -79,6 +83,7 @@ class View:
         return replace(self, shape=tuple(shape), strides=strides)
 
     def narrow(self, dim: int, start: int, length: int, step: int = 1) -> View:
+        """``length`` entries of ``dim`` from ``start`` on, every ``step``-th."""
         dim %= len(self.shape)
         shape = list(self.shape)
         strides = list(self.strides)
@@ -87,6 +92,7 @@ class View:
         return replace(self, shape=tuple(shape), strides=tuple(strides), offset=offset)
 
     def select(self, dim: int, index: int) -> View:
+        """One entry of ``dim``, which goes away."""
         dim %= len(self.shape)
         index %= self.shape[dim]
         shape = self.shape[:dim] + self.shape[dim + 1 :]
@@ -94,6 +100,7 @@ class View:
         return replace(self, shape=shape, strides=strides, offset=self.offset + index * self.strides[dim])
 
     def flip(self, dims: Sequence[int]) -> View:
+        """``dims`` walked backwards."""
         view = self
         for dim in dims:
             d = dim % len(self.shape)

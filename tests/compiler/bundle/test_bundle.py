@@ -358,6 +358,7 @@ FAULTS: list[tuple[str, Callable[[], KeyedGraph], str]] = [
     ("no action", lambda: KeyedGraph((torch.tanh, ["observation"], ["actions"])), "does not write 'action'.*'actions'"),
     ("learning", lambda: KeyedGraph(TensorDictModule(_Learning(), in_keys=["observation"], out_keys=["action"])),
      "changes its own buffer"),
+    ("infinite", lambda: KeyedGraph((lambda x: x / 0.0, ["observation"], ["action"])), "not finite for any golden"),
     ("bessel", lambda: KeyedGraph((torch.special.bessel_j0, ["observation"], ["action"])), "bessel_j0.*'action'"),
 ]  # fmt: skip
 
