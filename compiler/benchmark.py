@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,8 +119,8 @@ def benchmark(
             continue
         names = (f"{backend}, TensorDict", f"{backend}, call")
         compile_s.update(dict.fromkeys(names, time.perf_counter() - start))
-        runs[names[0]] = lambda fast=fast: fast(scratch)
-        runs[names[1]] = lambda fast=fast: fast.call(*inputs)
+        runs[names[0]] = partial(fast, scratch)
+        runs[names[1]] = partial(fast.call, *inputs)
         if reference is not None:
             with torch.no_grad():
                 errors.update(dict.fromkeys(names, _worst(fast.call(*inputs), reference)))

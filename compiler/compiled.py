@@ -73,7 +73,7 @@ class Entry:
     seconds: float
     reason: str
     parity: float | None
-    run: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    run: Callable[..., Any]
     differentiable: bool
 
 
@@ -258,9 +258,9 @@ class CompiledGraph(TensorDictModuleBase):
         return list(self._entries.values())
 
     def _select(self, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> Entry:
-        for key, value in zip(self.in_keys, inputs, strict=True):
+        for name, value in zip(self.in_keys, inputs, strict=True):
             if not isinstance(value, Tensor):
-                raise SpecError(f"{key!r} is a {type(value).__name__}: expected a tensor")
+                raise SpecError(f"{name!r} is a {type(value).__name__}: expected a tensor")
         signature = tuple((t.shape, t.dtype, t.device) for t in inputs)
         fixed = (signature, self._modes.now(), self._needs_grad(inputs))
         with self._lock, kept_random_state():

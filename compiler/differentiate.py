@@ -162,7 +162,7 @@ def _autograd_function(
     n_args = n_read + len(unread)
     state_at = {slot.name: n_in + i for i, slot in enumerate(joint.program.state)}
     state_at |= {name: n_read + i for i, name in enumerate(unread)}
-    slots = [where if kind == "input" else state_at[where] for kind, where in joint.targets]  # type: ignore[index]
+    slots = [int(where) if kind == "input" else state_at[str(where)] for kind, where in joint.targets]
     flat = frozenset(range(n_out)) - set(joint.differentiable)
 
     class Compiled(torch.autograd.Function):

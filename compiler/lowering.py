@@ -15,7 +15,7 @@ from torch._decomp import core_aten_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphrl.compiler.program import StateSlot
+from graphrl.compiler.program import Fixed, StateSlot
 
 __all__ = ["fake_like", "foreach_decompositions", "lift_state", "module_slots", "normalize"]
 
@@ -58,7 +58,7 @@ def lift_state(traced: fx.GraphModule, known: dict[int, StateSlot]) -> tuple[fx.
                 slot = known.get(id(tensor))
                 if slot is None:
                     name, kind = ("constant", "constant") if _is_literal(node) else ("captured", "buffer")
-                    slot = StateSlot.of(f"{name}_{len(slots)}", lambda t=tensor: t, kind)
+                    slot = StateSlot.of(f"{name}_{len(slots)}", Fixed(tensor), kind)
                 with graph.inserting_after(anchor) if anchor else graph.inserting_before(next(iter(graph.nodes))):
                     anchor = graph.placeholder(f"state_{len(slots)}")
                 lifted[id(tensor)] = anchor

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from graphrl.compiler.program import StateSlot
+from graphrl.compiler.program import Fixed, StateSlot
 from graphrl.errors import TraceError
 
 __all__ = ["TracedOptimizers", "record_optimizers"]
@@ -114,14 +114,14 @@ class TracedOptimizers:
     def slots(self) -> dict[int, StateSlot]:
         """State slots of learning rates and of every state tensor, by ``id``."""
         slots: dict[int, StateSlot] = {}
-        for i, (rate, (optimizer, group)) in enumerate(zip(self._rates, self._groups, strict=True)):
+        for rate, (optimizer, group) in zip(self._rates, self._groups, strict=True):
             place = self.optimizers.index(optimizer)
-            slots[id(rate)] = StateSlot.of(f"optimizer_{place}.lr_{group}", lambda i=i: self._rates[i], "optimizer")
+            slots[id(rate)] = StateSlot.of(f"optimizer_{place}.lr_{group}", Fixed(rate), "optimizer")
         for place, optimizer in enumerate(self.optimizers):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for number, param in enumerate(parameters):
                 slots.setdefault(
-                    id(param), StateSlot.of(f"optimizer_{place}.parameter_{number}", lambda p=param: p, "parameter")
+                    id(param), StateSlot.of(f"optimizer_{place}.parameter_{number}", Fixed(param), "parameter")
                 )
                 for name, value in optimizer.state.get(param, {}).items():
                     if isinstance(value, Tensor):
@@ -149,16 +149,16 @@ class TracedOptimizers:
             *((group, "foreach", False) for _, group in groups if group.get("foreach")),  # it refuses lr as a tensor
         ]
         before = [group[option] for group, option, _ in options]
-        for group, option, value in options:
-            group[option] = value
+        for changed, option, value in options:
+            changed[option] = value
         try:
             yield
         finally:
             torch.compiler._is_compiling_flag = flag_before
             for handle in handles:
                 handle.remove()
-            for (group, option, _), value in zip(options, before, strict=True):
-                group[option] = value
+            for (changed, option, _), value in zip(options, before, strict=True):
+                changed[option] = value
             for value, (optimizer, group) in zip(self._rate_values, self._groups, strict=True):
                 optimizer.param_groups[group]["lr"] = value
 

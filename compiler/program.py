@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from graphrl.errors import SpecError
 from graphrl.keys import Key, encode_key
 
-__all__ = ["Noise", "PassRecord", "Port", "Program", "StateSlot"]
+__all__ = ["Fixed", "Noise", "PassRecord", "Port", "Program", "StateSlot"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,16 @@ class Port:
 
     def __str__(self) -> str:
         return f"{encode_key(self.key)}: {_dtype(self.dtype)}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Reads one tensor that stays where it is."""
+
+    tensor: Tensor
+
+    def __call__(self) -> Tensor:
+        return self.tensor
 
 
 @dataclass(frozen=True)

@@ -265,9 +265,8 @@ def _user_line(error: BaseException) -> str:
     return found
 
 
-_NOT_USER = tuple(str(Path(m.__file__).parent) for m in (torch, tensordict)) + (
+_NOT_USER = tuple(str(Path(str(m.__file__)).parent) for m in (torch, tensordict, graphrl)) + (
     str(Path(__file__).parent),
-    str(Path(graphrl.__file__).parent),
 )
 
 

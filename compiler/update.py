@@ -70,42 +70,44 @@ class CompiledUpdate:
         self.step, self.backend, self.strict, self.verify = step, backend, strict, verify
         self.calls = 0
         self.retraces: list[str] = []
-        self._entries: dict[Any, _UpdateEntry] = {}
+        self._entries: list[_UpdateEntry] = []
         self._last: _UpdateEntry | None = None
 
     def __call__(self, batch: TensorDictBase, index: Tensor | None = None) -> Metrics:
         entry = self._last
         inputs = None if entry is None else entry.inputs_for(batch, index)
-        if inputs is None:
-            entry = self._last = self._select(batch, index)
-            inputs = entry.inputs_for(batch, index)
+        if entry is None or inputs is None:
+            entry, inputs = self._select(batch, index)
+            self._last = entry
         self.calls += 1
         return entry.run(inputs, self.calls)
 
     def warm_up(self, batch: TensorDictBase, index: Tensor | None = None) -> CompiledUpdate:
         """Compile for batches like ``batch`` (and indices like ``index``) without updating anything."""
-        self._last = self._select(batch, index)
+        self._last, _ = self._select(batch, index)
         return self
 
     def entries(self) -> list[Entry]:
         """The programs compiled so far, in order."""
-        return [entry.summary for entry in self._entries.values()]
+        return [entry.summary for entry in self._entries]
 
-    def _select(self, batch: TensorDictBase, index: Tensor | None) -> _UpdateEntry:
+    def _select(self, batch: TensorDictBase, index: Tensor | None) -> tuple[_UpdateEntry, list[Tensor]]:
         if not isinstance(batch, TensorDictBase):
             raise SpecError(f"the batch is a {type(batch).__name__}: expected a TensorDict")
-        for key, entry in list(self._entries.items()):
+        for entry in list(self._entries):
             if entry.stale():
-                del self._entries[key]
-                self.retraces.append("hyperparameters or weights were replaced")
-            elif entry.inputs_for(batch, index) is not None:
-                return entry
+                self._entries.remove(entry)
+                self.retraces.append("a hyperparameter, a mode or a weight was replaced")
+            elif (inputs := entry.inputs_for(batch, index)) is not None:
+                return entry, inputs
         with step_line(f"compile update with {self.backend}"), kept_random_state():
             entry = _UpdateEntry(self, batch, index)
         if self._entries:
             self.retraces.append(entry.summary.reason)
-        self._entries[len(self._entries), entry.summary.reason] = entry
-        return entry
+        self._entries.append(entry)
+        inputs = entry.inputs_for(batch, index)
+        assert inputs is not None  # it was just compiled for them
+        return entry, inputs
 
 
 class _UpdateEntry:
@@ -155,7 +157,7 @@ class _UpdateEntry:
                 td = td[leaves[-1]]
             return shape.flatten(self.step(td))
 
-        grads_of = {id(p): p for _, root in modules for p in root.parameters()}
+        grads_of: dict[int, Tensor] = {id(p): p for _, root in modules for p in root.parameters()}
         grads_of |= {id(t): t for _, t in find_reachable(self.step, Tensor) if t.is_leaf and t.requires_grad}
         undo = Undo(grads_of.values())
         with record_optimizers() as found:
@@ -266,6 +268,7 @@ class _MetricShape:
 
     def flatten(self, metrics: Metrics) -> tuple[Tensor, ...]:
         self.keys: list[Key]
+        self.kind: type
         if metrics is None:
             self.keys, self.kind = [], type(None)
             return ()

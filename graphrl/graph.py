@@ -99,7 +99,7 @@ class KeyedGraph(TensorDictModuleBase):
     def get_dist(self, tensordict: TensorDictBase) -> torch.distributions.Distribution:
         """The action distribution of the last probabilistic node, from the batch; the batch is left as it was."""
         self._check_present(tensordict)
-        nodes = list(self.nodes.values())
+        nodes: list[Any] = list(self.nodes.values())
         last = max((i for i, node in enumerate(nodes) if _has_distribution(node)), default=None)
         if last is None:
             raise GraphError(f"no node of this graph has a distribution; its nodes are {_names(self)}")
@@ -188,7 +188,8 @@ class KeyedGraph(TensorDictModuleBase):
         ``mapping`` takes nested keys: ``graph.rename({"observation": ("agents", "observation")})``.
         Raises :class:`GraphError` for a key this graph does not have, or a new name already taken.
         """
-        pairs = {normalize_key(a): normalize_key(b) for a, b in {**(mapping or {}), **names}.items()}
+        given: dict[Key, Key] = {**(mapping or {}), **names}  # type: ignore[dict-item]
+        pairs = {normalize_key(a): normalize_key(b) for a, b in given.items()}
         known = [*self.in_keys, *(k for k in self.out_keys if k not in self.in_keys)]
         for old in pairs:
             if old not in known:
@@ -336,7 +337,7 @@ def _pruned(items: Iterable[tuple[str, nn.Module]], keep: set[int]) -> dict[str,
 
 def _place(node: nn.Module) -> nn.Module:
     """The container that holds a sequence's children."""
-    return node._modules["nodes" if "nodes" in node._modules else "module"]
+    return node.get_submodule("nodes" if "nodes" in node._modules else "module")
 
 
 def _graph_of(nodes: dict[str, nn.Module], origin: nn.Module) -> KeyedGraph:

@@ -98,10 +98,7 @@ def test_torchrl_s_loss_as_an_update():
         return loss, step
 
     (loss, step), (other, eager) = make(), make()
-    try:
-        update = grl.compile_update(step, td, backend="eager")
-    except grl.GraphRLError as refusal:
-        pytest.xfail(f"torchrl's loss reads a tensor's value: {refusal}")
+    update = grl.compile_update(step, td, backend="eager")
     for _ in range(5):
         found, expected = update(td), eager(td)
     torch.testing.assert_close(found["loss"], expected["loss"].detach())
@@ -113,9 +110,8 @@ def test_a_compiled_policy_collects_in_torchrl_and_sees_new_weights():
     env = envs.GymEnv("Pendulum-v1")
     actor = KeyedGraph((nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), ["observation"], ["action"]))
     fast = grl.compile(actor, backend="eager")
-    collector = getattr(collectors, "Collector", collectors.SyncDataCollector)(
-        env, fast, frames_per_batch=20, total_frames=40
-    )
+    collector_class = getattr(collectors, "Collector", None) or collectors.SyncDataCollector
+    collector = collector_class(env, fast, frames_per_batch=20, total_frames=40)
     try:
         batches = iter(collector)
         first = next(batches).clone()

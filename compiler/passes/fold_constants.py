@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from graphrl.compiler.program import Program, StateSlot
+from graphrl.compiler.program import Fixed, Program, StateSlot
 
 __all__ = ["fold_constants", "freeze_state"]
 
@@ -15,7 +15,7 @@ __all__ = ["fold_constants", "freeze_state"]
 def freeze_state(program: Program) -> Program:
     """Make every state tensor that the program does not write a constant with today's value: for deployment only."""
     frozen = tuple(
-        slot if slot.mutated else replace(slot, read=_constant(slot.read().detach().clone()), kind="constant")
+        slot if slot.mutated else replace(slot, read=Fixed(slot.read().detach().clone()), kind="constant")
         for slot in program.state
     )
     return replace(program, state=frozen)
@@ -52,7 +52,7 @@ def fold_constants(program: Program) -> Program:
     slots = list(program.state)
     anchor = places[first + len(slots) - 1] if first + len(slots) else None
     for node in needed:
-        slot = StateSlot.of(_fresh_name(node.name, slots), _constant(folded[node]), "constant")
+        slot = StateSlot.of(_fresh_name(node.name, slots), Fixed(folded[node]), "constant")
         with graph.inserting_after(anchor) if anchor else graph.inserting_before(next(iter(graph.nodes))):
             anchor = graph.placeholder(f"folded_{node.name}")
         anchor.meta["val"] = node.meta["val"].new_empty(node.meta["val"].shape)
@@ -74,10 +74,6 @@ def _evaluate(node: fx.Node, known: dict[fx.Node, Tensor]) -> object:
     kwargs = fx.map_arg(node.kwargs, lambda n: known[n])
     with torch.no_grad():
         return node.target(*args, **kwargs)
-
-
-def _constant(tensor: Tensor):  # type: ignore[no-untyped-def]
-    return lambda: tensor
 
 
 def _fresh_name(name: str, slots: list[StateSlot]) -> str:

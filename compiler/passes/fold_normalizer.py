@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from graphrl.compiler.program import Program, StateSlot
+from graphrl.compiler.program import Fixed, Program, StateSlot
 
 __all__ = ["fold_normalizer"]
 
@@ -51,7 +51,7 @@ def fold_normalizer(program: Program) -> Program:
         new = []
         for suffix, tensor in (("weight", weight), ("bias", bias.reshape(-1))):
             value = tensor.to(match.weight.dtype).contiguous()
-            slots.append(StateSlot.of(f"normalized_{match.linear.name}_{suffix}", lambda t=value: t, "constant"))
+            slots.append(StateSlot.of(f"normalized_{match.linear.name}_{suffix}", Fixed(value), "constant"))
             with graph.inserting_after(anchor):
                 anchor = graph.placeholder(f"folded_{match.linear.name}_{suffix}")
             anchor.meta["val"] = match.linear.meta["val"].new_empty(value.shape)

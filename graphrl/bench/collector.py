@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def suite(options: BenchOptions, frames: int = 500) -> list[BenchmarkTable]:
     if installed("torchrl", options):
         runs["torchrl Collector, eager policy"], close = _torchrl(frames, observation_dim, action_dim)
         closing.append(close)
-    cpu = BenchOptions("cpu", options.peers, options.repeats, round_s=0.0)
+    cpu = replace(options, device="cpu", round_s=0.0)
     try:
         return [measure(f"collection on {ENV}, 1 process, per frame", runs, cpu, per_call=frames)]
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def suite(options: BenchOptions, size: int = 1000) -> list[BenchmarkTable]:
             runs["numba loop"] = _numba(data)
     if installed("torchrl", options):
         runs["torchrl, vectorised"] = _torchrl(data)
-    return [measure(f"GAE {size} x {size}, per estimate", runs, options)]
+    return [measure(f"GAE {size} x {size}, per estimate", runs, replace(options, threads=None))]
 
 
 def _numpy(data: list[Tensor]) -> Callable[[], Any]:

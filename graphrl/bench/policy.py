@@ -20,6 +20,7 @@ from graphrl.bench.tables import BenchOptions, installed
 from graphrl.compiler.benchmark import BenchmarkRow, BenchmarkTable, benchmark
 from graphrl.compiler.bundle.c_policy import find_compiler
 from graphrl.graph import KeyedGraph
+from graphrl.training.threads import torch_threads
 
 __all__ = ["keyed_policy", "suite"]
 
@@ -59,7 +60,8 @@ def suite(options: BenchOptions) -> list[BenchmarkTable]:
         if bundle is not None and "c99" in bundle.manifest["targets"]:
             loop = _c_loop(bundle)
             others[C_ROW] = lambda: loop(C_CALLS)
-        table = benchmark(graph, example, tuple(backends), others=others, repeats=options.repeats)
+        with torch_threads(options.threads or torch.get_num_threads()):
+            table = benchmark(graph, example, tuple(backends), others=others, repeats=options.repeats)
     rows = tuple(_per_call(row) if row.name == C_ROW else row for row in table.rows)
     return [replace(table, title="policy 17-64-64-6, batch 1, per call", rows=rows)]
 

@@ -10,18 +10,21 @@ from typing import Any
 import torch
 
 from graphrl.compiler.benchmark import BenchmarkTable, table_of, time_interleaved
+from graphrl.training.threads import torch_threads
 
 __all__ = ["BenchOptions", "installed", "measure", "to_markdown"]
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """``round_s``: about how long a competitor runs before the next has its turn."""
+    """``round_s``: about how long a competitor runs before the next has its turn. ``threads``: of torch, for every
+    competitor alike; networks as small as these gain nothing from more than one. None: torch's own setting."""
 
     device: str = "cpu"
     peers: bool = True
     repeats: int = 30
     round_s: float = 0.01
+    threads: int | None = 1
 
 
 def installed(package: str, options: BenchOptions) -> bool:
@@ -44,7 +47,8 @@ def measure(
     """
     if options.device == "cuda":
         runs = {name: _synchronised(run) for name, run in runs.items()}
-    times = time_interleaved(runs, repeats=options.repeats, round_s=options.round_s)
+    with torch_threads(options.threads or torch.get_num_threads()):
+        times = time_interleaved(runs, repeats=options.repeats, round_s=options.round_s)
     return table_of(title, {name: [s / per_call for s in seconds] for name, seconds in times.items()}, compile_s)
 
 

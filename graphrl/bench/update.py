@@ -58,12 +58,12 @@ def suite(options: BenchOptions) -> list[BenchmarkTable]:
 
 def eager_against_compiled(algorithm: Any, batch: TensorDictBase, options: BenchOptions) -> BenchmarkTable:
     """The update of a :class:`PPO` on a batch ``[num_envs, T]``, eager and compiled. It trains while it is timed."""
-    flat = algorithm._estimate(batch)
-    index = torch.arange(algorithm.config.minibatch, device=algorithm.config.device)
     start = time.perf_counter()
-    algorithm.update.warm_up(flat, index)
+    algorithm.warm_up(batch)
     compiled = f"{algorithm.config.update_backend}, compile_update"
     seconds = {compiled: time.perf_counter() - start}
+    flat = algorithm._estimate(batch)
+    index = torch.arange(algorithm.config.minibatch, device=algorithm.config.device)
     runs: dict[str, Callable[[], Any]] = {
         "eager": lambda: algorithm._step(flat[index]),
         compiled: lambda: algorithm.update(flat, index),

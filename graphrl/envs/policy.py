@@ -17,7 +17,7 @@ Call = Callable[..., tuple[Tensor, ...]]
 
 
 class KeyedPolicy:
-    """``call(*inputs) -> outputs`` with the keys of both; optionally ``call_into`` and ``bind_rows`` (see CompiledGraph).
+    """``call(*inputs) -> outputs`` with the keys of both; where there are, ``call_into`` and ``bind_rows``.
 
     ``out_keys`` is None until the first call where only a call can tell (a plain function of a TensorDict).
     """

@@ -221,7 +221,7 @@ def test_names_that_look_alike_stay_apart_in_print():
     assert namespace["program"](*(td.get(k) for k in program.in_keys))[0].item() == 301.0
 
 
-GOLDEN = '''\
+GOLDEN = """\
 # program: 1 inputs, 4 state tensors, 5 operations
 #   in    observation: f32[2, 3]
 #   out   action: f32[2, 1]
@@ -239,7 +239,7 @@ def program(observation, nodes_0_module_0_weight, nodes_0_module_0_bias, nodes_0
     permute_1 = torch.ops.aten.permute.default(nodes_0_module_2_weight, [1, 0])  # f32[4, 1]
     addmm_1 = torch.ops.aten.addmm.default(nodes_0_module_2_bias, tanh, permute_1)  # f32[2, 1]
     return (addmm_1,)
-'''  # noqa: E501
+"""  # noqa: E501
 
 
 def test_the_print_of_a_small_actor():

@@ -82,9 +82,7 @@ def test_nested_sequences_are_cut_and_keep_their_names(sequence):
 
 
 def test_a_cut_may_leave_a_value_unread_inside_a_nested_graph():
-    inner = KeyedGraph(
-        (lambda x: (x, x + 1), ["x"], ["h", "k"]), (torch.neg, ["h"], ["z"]), (torch.neg, ["k"], ["h"])
-    )
+    inner = KeyedGraph((lambda x: (x, x + 1), ["x"], ["h", "k"]), (torch.neg, ["h"], ["z"]), (torch.neg, ["k"], ["h"]))
     td = rows()
     assert torch.equal(KeyedGraph(inner).select(out_keys=["h"])(td)["h"], -(td["x"] + 1))
 
@@ -122,7 +120,10 @@ def test_rename_may_swap_two_names():
     ("call", "message"),
     [
         (lambda g: g.select(out_keys=["hh"]), r"no node writes 'hh'.*Did you mean 'h'"),
-        (lambda g: g.select(in_keys=["xx"], out_keys=["y"]), r"in_keys has 'xx', which no node reads.*Did you mean 'x'"),
+        (
+            lambda g: g.select(in_keys=["xx"], out_keys=["y"]),
+            r"in_keys has 'xx', which no node reads.*Did you mean 'x'",
+        ),
         (lambda g: g.select(in_keys=["y"], out_keys=["z"]), r"\['h'\] cannot be computed|no node can run|also reads"),
         (lambda g: g.rename(xx="obs"), r"no key 'xx' in this graph.*Did you mean 'x'"),
         (lambda g: g.rename(x="y"), r"two keys would be called 'y'"),

@@ -332,7 +332,8 @@ def _joined(parameters: list[str]) -> list[str]:
 
 
 def _scratch_lines(layout: Layout, types: dict[Buffer, str], storage: str) -> list[str]:
-    names = {"float": "scratch", "double": "scratch_f64", "int64_t": "scratch_i64", "int32_t": "scratch_i32", "unsigned char": "scratch_u8"}
+    names = {"float": "scratch", "double": "scratch_f64", "int64_t": "scratch_i64", "int32_t": "scratch_i32",
+             "unsigned char": "scratch_u8"}  # fmt: skip
     lines = [f"{storage}{kind} {names[kind]}[{size}];" for kind, size in sorted(layout.sizes.items())]
     for buffer, offset in layout.offsets.items():
         kind = types[buffer]

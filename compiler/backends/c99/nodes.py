@@ -12,8 +12,8 @@ from graphrl.keys import Key
 
 __all__ = ["C_TYPES", "Unsupported", "arguments", "c_type", "keys_fed", "op_name", "value_of"]
 
-C_TYPES = {torch.float32: "float", torch.float64: "double", torch.int64: "int64_t", torch.int32: "int32_t", torch.bool: "unsigned char",
-           torch.uint8: "unsigned char"}  # fmt: skip
+C_TYPES = {torch.float32: "float", torch.float64: "double", torch.int64: "int64_t", torch.int32: "int32_t",
+           torch.bool: "unsigned char", torch.uint8: "unsigned char"}  # fmt: skip
 
 
 class Unsupported(Exception):
