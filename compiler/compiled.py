@@ -317,7 +317,7 @@ class CompiledGraph(TensorDictModuleBase):
     def _example(self, inputs: Sequence[Tensor], batch_size: torch.Size) -> TensorDict:
         td = TensorDict({}, batch_size=batch_size)
         for key, tensor in zip(self.in_keys, inputs, strict=True):
-            td.set(key, tensor.detach())
+            td.set(key, tensor.detach().contiguous())
         return td
 
     def _forget(self, reason: str) -> None:

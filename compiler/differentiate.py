@@ -22,6 +22,8 @@ from graphrl.errors import CompileError
 
 __all__ = ["Differentiable", "lower_differentiable", "split"]
 
+aten = torch.ops.aten
+
 
 @dataclass
 class Differentiable:
@@ -107,6 +109,9 @@ def split(joint: JointProgram) -> tuple[Program, Program, list[tuple[str, int]]]
             saved.append(node)
     forward = _extract(graph, forward_places, [*outputs, *saved], lambda n: n not in late)
     backward = _extract(graph, [*cotangents, *crossing], list(gradients), lambda n: n in late)
+    for node in backward.nodes:  # saved values come contiguous, whatever layout a view was traced on
+        if node.target is aten.view.default and not all(n.meta["val"].is_contiguous() for n in crossing):
+            node.target = aten.reshape.default
     base = joint.program
     saved_ports = tuple(Port.of(("saved", str(i)), n.meta["val"]) for i, n in enumerate(saved))
     crossing_ports = tuple(Port.of(("forward", str(i)), n.meta["val"]) for i, n in enumerate(crossing))
@@ -144,7 +149,8 @@ def _cotangent_likes(joint: JointProgram) -> list[Tensor]:
 def _backward_values(
     joint: JointProgram, saved_from: list[tuple[str, int]], arguments: Sequence[Tensor], saved: Sequence[Tensor]
 ) -> list[Tensor]:
-    return [arguments[i] if where == "argument" else saved[i] for where, i in saved_from]
+    """The values that cross over, contiguous as the backward half was compiled for."""
+    return [(arguments[i] if where == "argument" else saved[i]).contiguous() for where, i in saved_from]
 
 
 def _unread_targets(joint: JointProgram) -> list[str]:

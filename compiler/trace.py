@@ -88,7 +88,7 @@ def trace_joint(
     differentiable = tuple(i for i, t in enumerate(trial) if t.requires_grad)
     if not differentiable:
         return None
-    cotangents = [torch.ones_like(trial[i]) for i in differentiable]
+    cotangents = [torch.ones_like(trial[i], memory_format=torch.contiguous_format) for i in differentiable]
     targets: list[tuple[str, int | str]] = []
 
     def joint(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -191,12 +191,12 @@ class _UpdateEntry:
         rng = torch.get_rng_state()
         arguments = self.program.arguments(inputs)
         first = len(inputs)
-        clones = [t.detach().clone() if i >= first else t for i, t in enumerate(arguments)]
+        clones = [t.detach().clone() for t in arguments]
         found = self._lowered(list(clones))
         torch.set_rng_state(rng)
         with torch.enable_grad(), Undo(self._grad_holders()) as undo:
             td = batch.copy() if index is None else batch[index]
-            expected = _MetricShape().flatten(self.step(td))
+            expected = [t.clone() for t in _MetricShape().flatten(self.step(td))]
             after = [slot.read().detach().clone() for slot in self.program.state]
         undo.restore()
         names = [repr(p.key) for p in self.program.outputs if p.key != FINITE] + [

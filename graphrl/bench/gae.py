@@ -25,14 +25,15 @@ def suite(options: BenchOptions, size: int = 1000) -> list[BenchmarkTable]:
     shape = (size, size, 1)
     reward, value, next_value = (torch.randn(shape, generator=generator).to(options.device) for _ in range(3))
     terminated, truncated = ((torch.rand(shape, generator=generator) < 0.0005).to(options.device) for _ in range(2))
-    data = [reward, value, next_value, terminated | truncated, terminated]
+    done = terminated | truncated
+    data = [reward, value, next_value, done, terminated]
     # glibc returns large blocks to the system, at a page fault per 4 KiB, until it has seen a larger one freed.
     torch.empty(16 << 20, dtype=torch.uint8).fill_(0)
     arrays = [*data, reward, reward]
     into = [torch.empty_like(x) for x in arrays]
     runs: dict[str, Callable[[], Any]] = {
         "torch copy of the same bytes": lambda: [y.copy_(x) for x, y in zip(arrays, into, strict=True)],
-        "graphrl": lambda: gae(*data, GAMMA, LMBDA),
+        "graphrl": lambda: gae(reward, value, next_value, done, terminated, GAMMA, LMBDA),
     }
     if options.device == "cpu":
         runs["numpy, loop over time"] = _numpy(data)
@@ -76,7 +77,8 @@ def _numba(data: list[Tensor]) -> Callable[[], Any]:
         return advantage, advantage + value
 
     arrays = [x.squeeze(-1).numpy() for x in data]
-    return lambda: loop(*arrays, np.float32(GAMMA), np.float32(LMBDA))
+    compiled: Any = loop
+    return lambda: compiled(*arrays, np.float32(GAMMA), np.float32(LMBDA))
 
 
 def _torchrl(data: list[Tensor]) -> Callable[[], Any]:

@@ -49,7 +49,7 @@ def measure(
         runs = {name: _synchronised(run) for name, run in runs.items()}
     with torch_threads(options.threads or torch.get_num_threads()):
         times = time_interleaved(runs, repeats=options.repeats, round_s=options.round_s)
-    return table_of(title, {name: [s / per_call for s in seconds] for name, seconds in times.items()}, compile_s)
+        return table_of(title, {name: [s / per_call for s in seconds] for name, seconds in times.items()}, compile_s)
 
 
 def _synchronised(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -63,7 +63,8 @@ def _synchronised(run: Callable[[], Any]) -> Callable[[], Any]:
 
 def to_markdown(tables: Sequence[BenchmarkTable]) -> str:
     """The tables as a page, with the machine once at the end."""
-    parts = [f"### {table.title}\n\n{table.to_markdown()}\n" for table in tables]
+    parts = [f"### {table.title}, {table.machine['threads']} thread(s)\n\n{table.to_markdown()}\n" for table in tables]
     if tables:
-        parts.append("Measured on " + ", ".join(f"{k} {v}" for k, v in tables[0].machine.items()) + ".\n")
+        facts = ", ".join(f"{k} {v}" for k, v in tables[0].machine.items() if k != "threads")
+        parts.append(f"Measured on {facts}.\n")
     return "\n".join(parts)

@@ -6,7 +6,7 @@ Episode i is reset with SEED + i. The action is clipped to the action space. Wri
 them, and the return of each episode. Fails if torch or graphrl was imported on the way.
 """
 
-import importlib.util
+import runpy
 import sys
 from pathlib import Path
 
@@ -20,16 +20,14 @@ def load_runner(bundle: str):
     candidates = [Path(bundle) / "c_policy.py"]
     candidates += [p / "compiler" / "bundle" / "c_policy.py" for p in (here.parents[1], here.parents[2])]
     path = next(p for p in candidates if p.is_file())
-    spec = importlib.util.spec_from_file_location("c_policy", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.CPolicy
+    return runpy.run_path(str(path))["CPolicy"]
 
 
 def main(bundle: str, env_id: str, episodes: int, seed: int, out: str) -> None:
     """Run the episodes and write what was seen and done."""
     policy = load_runner(bundle)(bundle)
     env = gymnasium.make(env_id, disable_env_checker=True)
+    assert isinstance(env.action_space, gymnasium.spaces.Box)
     low, high = env.action_space.low, env.action_space.high
     observations, actions, returns = [], [], []
     for episode in range(episodes):

@@ -71,10 +71,16 @@ def say(console: Any, step: str, what: str) -> None:
 def _train(options: Demo, out: Path, console: Any) -> Any:
     from dataclasses import replace
 
+    from graphrl.compiler.bundle.c_policy import find_compiler
     from graphrl.training import Trainer, plot_curve
 
+    backends: dict[str, Any] = {}
+    if find_compiler() is None:
+        console.print("  no C compiler: training runs eagerly, which is slower (install gcc or clang, or set CC)")
+        backends = {"policy_backend": "eager", "update_backend": "eager"}
     config = replace(
         DEMO_CONFIG,
+        **backends,
         env=replace(DEMO_CONFIG.env, seed=100 * options.seed),
         seed=options.seed,
         total_frames=options.total_frames,

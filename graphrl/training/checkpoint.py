@@ -19,7 +19,7 @@ from torch import Tensor
 from graphrl._version import __version__
 from graphrl.errors import CheckpointError
 
-__all__ = ["check_writable", "has_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = ["check_writable", "has_checkpoint", "load_checkpoint", "remove_checkpoint", "save_checkpoint"]
 
 FORMAT = "graphrl checkpoint"
 VERSION = 1
@@ -68,6 +68,13 @@ def save_checkpoint(folder: Path, tensors: dict[str, Tensor], data: dict[str, An
                 old.unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"cannot write a checkpoint in {folder}: {error.strerror or error}") from error
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove the checkpoint of ``folder``, if there is one; other files stay."""
+    (folder / INDEX).unlink(missing_ok=True)
+    for path in folder.glob("state-*.safetensors"):
+        path.unlink(missing_ok=True)
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -36,7 +36,7 @@ class PPO:
         self.config = config
         self.modules = build_modules(config, env).to(config.device)
         actor, critic = self.modules["actor"], self.modules["critic"]
-        self.observation_keys = list(actor.in_keys)
+        self.observation_keys: list[Any] = list(actor.in_keys)  # type: ignore[arg-type]
         self.normalizer = next((m for m in self.modules.modules() if isinstance(m, RunningNorm)), None)
         self.loss = PPOLoss(
             actor,
@@ -142,8 +142,8 @@ class PPO:
             if key.startswith("optimizer."):
                 _, number, name = key.split(".")
                 adam.setdefault(int(number), {})[name] = value
-        for number, values in adam.items():
-            if number >= len(self.parameters) or values["exp_avg"].shape != self.parameters[number].shape:
+        for place, values in adam.items():
+            if place >= len(self.parameters) or values["exp_avg"].shape != self.parameters[place].shape:
                 raise CheckpointError("the optimiser state belongs to networks of other sizes")
         try:
             self.modules.load_state_dict(modules)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,13 @@ import torch
 from graphrl.collectors import SyncCollector
 from graphrl.envs import EpisodeStats, GymEnv, evaluate
 from graphrl.errors import CheckpointError, GraphRLError, did_you_mean
-from graphrl.training.checkpoint import check_writable, has_checkpoint, load_checkpoint, save_checkpoint
+from graphrl.training.checkpoint import (
+    check_writable,
+    has_checkpoint,
+    load_checkpoint,
+    remove_checkpoint,
+    save_checkpoint,
+)
 from graphrl.training.config import PPOConfig
 from graphrl.training.interrupt import InterruptGuard
 from graphrl.training.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -85,6 +92,9 @@ class Trainer:
             if loaded is not None:
                 self._load(*loaded)
             check_writable(self.folder)
+            if not resume:
+                remove_checkpoint(self.folder / "checkpoint")
+                shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
             self.loggers.append(CSVLogger(self.folder / "progress.csv", self.frames if resume else None))
             if config.tensorboard:
                 self.loggers.append(TensorBoardLogger(self.folder / "tensorboard"))
