@@ -55,7 +55,8 @@ def float64_reference(program: Program, inputs: Sequence[Tensor]) -> tuple[Tenso
 def relative_error(found: Tensor, reference: Tensor) -> float:
     """Largest error of ``found`` relative to the scale of ``reference``; equal NaN and infinities count as equal.
 
-    ``max|found - reference| / max(1e-30, max|reference|)`` over finite entries; infinite when finiteness differs.
+    ``max|found - reference| / max(floor, max|reference|)`` over finite entries; infinite when finiteness differs. The
+    floor is 1 for a single number, a loss or a KL that may be nothing but cancelled terms, and 1e-3 for a tensor.
     """
     if found.shape != reference.shape:
         return float("inf")
@@ -71,7 +72,7 @@ def relative_error(found: Tensor, reference: Tensor) -> float:
     a, b = a[~special], b[~special]
     if a.numel() == 0:
         return 0.0
-    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1.0 if found.numel() == 1 else 1e-3))
 
 
 def _vary(tensor: Tensor, generator: torch.Generator) -> Tensor:

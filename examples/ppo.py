@@ -72,7 +72,7 @@ def main(options: Options) -> float:
         (terms["loss_objective"] + terms["loss_critic"]).backward()
         torch.nn.utils.clip_grad_norm_(parameters, options.max_grad_norm)
         optimizer.step()
-        return {"objective": terms["loss_objective"], "critic": terms["loss_critic"]}
+        return {"objective": terms["loss_objective"], "critic": terms["loss_critic"], "kl": terms["kl_approx"]}
 
     # Three compiled programs: the policy for collection, the advantage of a batch, the whole update of a minibatch.
     policy = grl.compile(actor, backend=options.policy_backend)

@@ -16,14 +16,16 @@ ROOMS = ("compiler", "kernels", "models", "losses")
 ROOT_FILES = {"keys", "graph", "specs", "errors", "progress", "_version"}
 """The keyed graph and its vocabulary, importable from every room."""
 
+WORK = {"envs", "collectors", "buffers", "training"}
+
 MAY_IMPORT = {
     "root": {"root"},
     "kernels": {"kernels", "root"},
     "compiler": {"compiler", "root"},
     "models": {"models", "kernels", "root"},
     "losses": {"losses", "kernels", "root", "models.distributions"},
-    "work": {"work", "compiler", "kernels", "models", "losses", "root"},  # envs, collectors, buffers, training
-    "front": {"front", "work", "compiler", "kernels", "models", "losses", "root"},  # commands and the package itself
+    "work": {"work", "compiler", "kernels", "models", "losses", "root"},
+    "front": {"front", "work", "compiler", "kernels", "models", "losses", "root"},  # commands
 }
 
 
@@ -54,7 +56,7 @@ def room_of(module: str) -> str:
         return parts[1]
     if parts[1] in ROOT_FILES:
         return "root"
-    return "work" if (ROOT / "graphrl" / parts[1]).is_dir() else "front"
+    return "work" if parts[1] in WORK else "front"
 
 
 def imports_of(path: Path) -> set[str]:

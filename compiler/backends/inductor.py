@@ -10,7 +10,7 @@ import contextlib
 import copy
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +78,25 @@ def _compile_directly(program: Program, arguments: list[Tensor]) -> Lowered:
     settings: dict[str, Any] = {"size_asserts": False, "fallback_random": True, "cpp.threads": chosen_threads(program)}
     with config.patch(settings), torch._guards.tracing(torch._guards.TracingContext(mode)):
         compiled = compile_fx_inner(copy.deepcopy(module), fakes)
-    return getattr(compiled, "current_callable", None) or compiled  # the inner callable skips profiling checks
+    inner = getattr(compiled, "current_callable", None) or compiled  # the inner callable skips profiling checks
+    on_cpu = all(t.device.type == "cpu" for t in arguments)
+    return _on_one_thread(inner) if on_cpu and settings["cpp.threads"] == 1 else inner
+
+
+def _on_one_thread(run: Lowered) -> Lowered:
+    """``run`` with the libraries it calls on one thread as well; torch's setting is put back (0.2 us)."""
+
+    def alone(values: list[Tensor]) -> Sequence[Tensor]:
+        threads = torch.get_num_threads()
+        if threads == 1:
+            return run(values)
+        torch.set_num_threads(1)
+        try:
+            return run(values)
+        finally:
+            torch.set_num_threads(threads)
+
+    return alone
 
 
 def _vector_products() -> dict[Any, Any]:

@@ -26,7 +26,7 @@ class Bench:
     json: str | None = None
     """Write the tables as JSON to this file."""
     markdown: str | None = None
-    """Write the tables as Markdown to this file."""
+    """Write the tables as Markdown to this file, or, where it has them, between its <!-- bench --> marks."""
 
 
 def run(arguments: list[str]) -> None:
@@ -44,4 +44,12 @@ def run(arguments: list[str]) -> None:
     if options.json is not None:
         Path(options.json).write_text(json.dumps([json.loads(t.to_json()) for t in tables], indent=2) + "\n")
     if options.markdown is not None:
-        Path(options.markdown).write_text(to_markdown(tables))
+        _write_markdown(Path(options.markdown), to_markdown(tables))
+
+
+def _write_markdown(path: Path, tables: str) -> None:
+    begin, end = "<!-- bench -->", "<!-- /bench -->"
+    page = path.read_text() if path.is_file() else ""
+    if begin in page and end in page:
+        tables = f"{page[: page.index(begin)]}{begin}\n{tables}{page[page.index(end) :]}"
+    path.write_text(tables)

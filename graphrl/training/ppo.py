@@ -69,10 +69,6 @@ class PPO:
     def warm_up(self, batch: TensorDictBase) -> None:
         """Compile for batches like ``batch``; nothing is learned."""
         flat = self._estimate(self._prepared(batch))
-        # The update is compared with its eager form on this batch. Of a policy that has not moved since it acted the
-        # KL divergence is zero, and only rounding would be left to compare: so pretend that it has moved.
-        key = self.loss.tensor_keys["sample_log_prob"]
-        flat.set(key, flat.get(key) - 0.1)
         self.update.warm_up(flat, torch.arange(self.config.minibatch, device=self.config.device))
 
     def learn(self, batch: TensorDictBase) -> dict[str, float]:

@@ -79,6 +79,11 @@ GRAPHS = {
     "layer norm and softmax": lambda: KeyedGraph(
         (nn.LayerNorm(3), ["x"], ["h"]), (lambda h: h.log_softmax(-1), ["h"], ["y"])
     ),
+    "a value saved in another layout": lambda: KeyedGraph(
+        (lambda x: (x.tanh() * 2).t().contiguous().t(), ["x"], ["h"]),
+        (lambda h: (h.exp().t().view(15) * h.t().sin().view(15)).view(3, 5).t(), ["h"], ["y"]),
+        (lambda x: x.t().contiguous().sin().t(), ["x"], ["z"]),
+    ),
     "indexing": lambda: KeyedGraph((nn.Linear(3, 4), ["x"], ["h"]), (lambda h: h[:, [2, 0]].cumsum(0), ["h"], ["y"])),
 }
 
@@ -103,8 +108,9 @@ def test_batches_of_no_and_one_row(n):
     assert_gradients_equal(GRAPHS["two layers"](), torch.randn(n, 3, dtype=torch.float64))
 
 
-def test_gradients_through_inductor():
-    assert_gradients_equal(GRAPHS["two layers"](), torch.randn(5, 3, dtype=torch.float64), backend="inductor")
+@pytest.mark.parametrize("name", ["two layers", "a value saved in another layout"])
+def test_gradients_through_inductor(name):
+    assert_gradients_equal(GRAPHS[name](), torch.randn(5, 3, dtype=torch.float64), backend="inductor")
 
 
 def test_a_parameter_only_a_custom_backward_knows_gets_its_gradient():

@@ -186,7 +186,7 @@ def test_another_hyperparameter_is_traced_anew(change):
             owner.optimizer.param_groups[0].update(change)
 
     assert train_both(compiled, eager, update, steps=10, between=alter) < 1e-10
-    assert update.retraces == ["hyperparameters or weights were replaced"] and len(update.entries()) == 1
+    assert update.retraces == ["a hyperparameter, a mode or a weight was replaced"] and len(update.entries()) == 1
 
 
 def test_a_reset_optimiser_starts_afresh():
@@ -423,6 +423,22 @@ def test_batch_norm_statistics_move_once_a_call():
         torch.testing.assert_close(net.state_dict()[name], value, rtol=1e-10, atol=1e-12)
 
 
+def test_a_step_may_write_the_batch_and_return_a_weight():
+    owner = Regression()
+
+    def step(td):
+        td["x"].mul_(2)
+        owner.step(td)
+        return {"weight": owner.net[0].weight, "x": td["x"].sum()}
+
+    td = batch()
+    x = td["x"].clone()
+    update = grl.compile_update(step, td, backend="eager")
+    assert torch.equal(td["x"], x), "compiling leaves the batch alone"
+    metrics = update(td)
+    assert torch.equal(td["x"], 2 * x) and torch.equal(metrics["weight"], owner.net[0].weight)
+
+
 def test_a_step_without_metrics_or_parameters():
     total = torch.zeros((), dtype=torch.float64)
 
@@ -471,7 +487,7 @@ def test_a_step_may_have_any_form(form):
     update(td)
     agent.inner.net.eval()
     update(td)
-    assert update.retraces == ["hyperparameters or weights were replaced"], "the network's mode is seen"
+    assert update.retraces == ["a hyperparameter, a mode or a weight was replaced"], "the network's mode is seen"
     kinds = {slot.kind for slot in update.entries()[0].program.state}
     assert kinds == {"parameter", "optimizer"}, "every tensor is known by its owner"
 

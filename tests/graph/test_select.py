@@ -124,7 +124,7 @@ def test_rename_may_swap_two_names():
             lambda g: g.select(in_keys=["xx"], out_keys=["y"]),
             r"in_keys has 'xx', which no node reads.*Did you mean 'x'",
         ),
-        (lambda g: g.select(in_keys=["y"], out_keys=["z"]), r"\['h'\] cannot be computed|no node can run|also reads"),
+        (lambda g: g.select(in_keys=["y"], out_keys=["z"]), r"cannot be computed from in_keys \['y'\]"),
         (lambda g: g.rename(xx="obs"), r"no key 'xx' in this graph.*Did you mean 'x'"),
         (lambda g: g.rename(x="y"), r"two keys would be called 'y'"),
     ],
