@@ -100,11 +100,14 @@ class CompiledGraph(TensorDictModuleBase):
     def _reset(self) -> None:
         self._entries: dict[Any, Entry] = {}
         self._lock = threading.RLock()
+        self._look_at_modules()
+        self._last: tuple[Any, Entry] | None = None  # one attribute: another thread may replace it at any moment
+        self.retraces: list[str] = []
+
+    def _look_at_modules(self) -> None:
         modules = list(self.graph.modules())
         self._modes = Modes(modules)
         self._stores = [m._parameters for m in modules if m._parameters]
-        self._last: tuple[Any, Entry] | None = None  # one attribute: another thread may replace it at any moment
-        self.retraces: list[str] = []
 
     # ---- calling
 
@@ -213,6 +216,8 @@ class CompiledGraph(TensorDictModuleBase):
             return self._run(inputs, batch_size)
 
     def _entry_for(self, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> Entry:
+        if not self._modes.same_modules():
+            self._forget("a module was replaced by another")
         last = self._last
         if last is not None and self._fits(last[0], inputs, batch_size):
             return last[1]
@@ -324,6 +329,7 @@ class CompiledGraph(TensorDictModuleBase):
         with self._lock:
             self._entries.clear()
             self._last = None
+            self._look_at_modules()
             self.retraces.append(reason)
 
     # ---- being a module

@@ -30,6 +30,14 @@ class Modes:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = [m for m in modules if type(m) not in _MODELESS]
+        self._children = [(m._modules, list(m._modules.values())) for m in modules if m._modules]
+
+    def same_modules(self) -> bool:
+        """Whether every module still has the children it had: a layer put in place of another needs a new trace."""
+        for children, before in self._children:
+            if [*children.values()] != before:
+                return False
+        return True
 
     def now(self) -> tuple[Any, ...]:
         """The present modes, hashable and comparable."""

@@ -18,8 +18,8 @@ __all__ = ["find_reachable"]
 
 T = TypeVar("T")
 
-_DEPTH = 4
-"""Steps from the function: an agent's helper's closure's list is as far as update code goes."""
+_DEPTH = 6
+"""Steps from the function: a list in a dictionary of an object behind a partial method is as far as updates go."""
 
 _LEAVES = (nn.Module, Optimizer, Tensor, TensorDictBase, ModuleType, type, Number, str, bytes)
 _LIBRARIES = ("torch", "tensordict", "numpy", "builtins")

@@ -228,7 +228,11 @@ class _UpdateEntry:
 
     def stale(self) -> bool:
         """Whether the trace no longer describes the step: another hyperparameter, or replaced weights."""
-        return self.optimizers.hyperparameters_changed() or self._modes.now() != self._traced_modes
+        return (
+            self.optimizers.hyperparameters_changed()
+            or self._modes.now() != self._traced_modes
+            or not self._modes.same_modules()
+        )
 
     # ---- running
 

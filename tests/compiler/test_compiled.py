@@ -400,3 +400,14 @@ def test_the_distribution_is_the_graph_s():
     actor = GaussianActor(3, 2)
     td = rows()
     assert torch.equal(grl.compile(actor, backend="eager").get_dist(td).mode, actor.get_dist(td).mode)
+
+
+def test_a_replaced_module_is_used_at_the_next_call():
+    graph = grl.KeyedGraph(TensorDictModule(nn.Linear(3, 2), in_keys=["x"], out_keys=["y"]))
+    fast = grl.compile(graph, backend="eager")
+    x = torch.randn(4, 3)
+    with torch.no_grad():
+        fast.call(x)
+        graph[0].module = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+        torch.testing.assert_close(fast.call(x)[0], graph(x))
+    assert fast.retraces == ["a module was replaced by another"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import graphrl as grl
 from graphrl import KeyedGraph
@@ -83,6 +84,12 @@ GRAPHS = {
         (lambda x: (x.tanh() * 2).t().contiguous().t(), ["x"], ["h"]),
         (lambda h: (h.exp().t().view(15) * h.t().sin().view(15)).view(3, 5).t(), ["h"], ["y"]),
         (lambda x: x.t().contiguous().sin().t(), ["x"], ["z"]),
+    ),
+    "a saved value whose layout a view relies on": lambda: KeyedGraph(
+        (lambda x: (x * 2).view(15).view(3, 5).t().exp().sum(-1), ["x"], ["y"])
+    ),
+    "an activation checkpoint": lambda: KeyedGraph(
+        (nn.Linear(3, 3), ["x"], ["h"]), (lambda h: checkpoint(torch.exp, h.tanh(), use_reentrant=False), ["h"], ["y"])
     ),
     "indexing": lambda: KeyedGraph((nn.Linear(3, 4), ["x"], ["h"]), (lambda h: h[:, [2, 0]].cumsum(0), ["h"], ["y"])),
 }
