@@ -25,7 +25,8 @@ clean:
 
 # torch comes first and pinned: a plain requirement would pull the newest CUDA build.
 $(READY):
-	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	$(PIP) install --quiet -c constraints.txt torch
-	$(PIP) install --quiet -c constraints.txt -e ".[dev,peers]"
-	rm -f .venv/.ready-* && touch $@
+	@echo "setting up .venv: torch, then the rest (about a minute, 3 GB)"
+	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@$(PIP) install --quiet -c constraints.txt torch
+	@$(PIP) install --quiet -c constraints.txt -e ".[dev,peers]"
+	@rm -f .venv/.ready-* && touch $@

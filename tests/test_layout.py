@@ -222,3 +222,11 @@ def test_public_names_are_those_promised():
 
     promised = "KeyedGraph trace compile explain benchmark compile_update Program".split()
     assert set(promised) <= set(grl.__all__) and all(hasattr(grl, name) for name in grl.__all__)
+
+
+def test_a_script_beside_a_checkout_called_graphrl_gets_the_package(tmp_path):
+    (tmp_path / "graphrl").symlink_to(ROOT)
+    script = tmp_path / "script.py"
+    script.write_text("import graphrl as grl\nfrom graphrl.kernels import gae\nprint(grl.KeyedGraph.__name__)\n")
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert result.stdout.strip() == "KeyedGraph", result.stderr
