@@ -20,7 +20,7 @@ from graphrl.compiler.guards import Bound, Modes, StateChanged
 from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
-from graphrl.compiler.trace import as_example, trace
+from graphrl.compiler.trace import as_example, common_leading, trace
 from graphrl.compiler.undo import kept_random_state
 from graphrl.compiler.verify import verify_lowered
 from graphrl.errors import GraphError, KeyMissingError, SpecError, did_you_mean
@@ -164,7 +164,7 @@ class CompiledGraph(TensorDictModuleBase):
         if len(inputs) != len(self.in_keys):
             raise SpecError(f"got {len(inputs)} tensors, expected {len(self.in_keys)}: {self.in_keys}")
         if is_in_torch_dispatch_mode():
-            return tuple(self._run_eagerly(inputs, torch.Size(_common_leading(inputs))))
+            return tuple(self._run_eagerly(inputs, torch.Size(common_leading(inputs))))
         return tuple(self._run(inputs, None))
 
     def call_into(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -173,7 +173,7 @@ class CompiledGraph(TensorDictModuleBase):
         With the ``native`` backend they are written in place, without gradients and without a copy.
         """
         entry = self._entry_for(inputs, None)
-        if not isinstance(entry.run, Bound) or not all(t.is_contiguous() for t in inputs):
+        if not isinstance(entry.run, Bound) or not all(t.is_contiguous() and not t.is_neg() for t in inputs):
             for target, value in zip(outputs, self._run(inputs, None), strict=True):
                 target.copy_(value)
             return
@@ -206,8 +206,8 @@ class CompiledGraph(TensorDictModuleBase):
     def _run(self, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> Sequence[Tensor]:
         entry = self._entry_for(inputs, batch_size)
         for t in inputs:
-            if not t.is_contiguous():
-                inputs = [t.contiguous() for t in inputs]
+            if not t.is_contiguous() or t.is_neg():
+                inputs = [t.resolve_neg().contiguous() for t in inputs]
                 break
         try:
             return entry.run(inputs)
@@ -271,7 +271,7 @@ class CompiledGraph(TensorDictModuleBase):
         with self._lock, kept_random_state():
             if batch_size is None:  # plain tensors: any program for them will do
                 same = (key[3] for key in self._entries if key[:3] == fixed)
-                batch_size = next(same, torch.Size(_common_leading(inputs)))
+                batch_size = next(same, torch.Size(common_leading(inputs)))
             key = (*fixed, batch_size)
             entry = self._entries.get(key)
             if entry is None:
@@ -300,7 +300,8 @@ class CompiledGraph(TensorDictModuleBase):
                 tensors = [example.get(k).contiguous() for k in self.in_keys]
                 parity = verify_lowered(program, lowered, name, program.arguments(tensors)) if self.verify else None
         bound = Bound(program, lowered)
-        return Entry(program, name, refusals, time.perf_counter() - start, reason, parity, bound, False)
+        run = torch.no_grad()(bound) if grad else bound  # nothing in it carries gradient
+        return Entry(program, name, refusals, time.perf_counter() - start, reason, parity, run, False)
 
     def _entry(self, pair: Differentiable, reason: str, seconds: float) -> Entry:
         return Entry(pair.forward, pair.backend, pair.refusals, seconds, reason, pair.parity, pair.run, True)
@@ -357,13 +358,3 @@ class CompiledGraph(TensorDictModuleBase):
 
     def __repr__(self) -> str:
         return f"CompiledGraph({type(self.graph).__name__}, backend={self.backend!r}, programs={len(self._entries)})"
-
-
-def _common_leading(tensors: Sequence[Tensor]) -> list[int]:
-    """The leading dims all tensors share; a feature dim is kept from each."""
-    sizes: list[int] = []
-    for dims in zip(*(t.shape[:-1] if t.dim() > 1 else t.shape[:0] for t in tensors), strict=False):
-        if len(set(dims)) != 1:
-            break
-        sizes.append(dims[0])
-    return sizes

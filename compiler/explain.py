@@ -40,6 +40,8 @@ class Explanation:
             yield _entry_line(i, entry)
             for refusal in entry.refusals:
                 yield f"  refused by {refusal}"
+            if _backward_count(entry):
+                yield "  passes over forward and backward together:"
             table = Table("pass", "ms", "operations", box=None, pad_edge=False)
             for record in entry.program.history:
                 counts = f"{record.nodes_before} -> {record.nodes_after}"
@@ -72,11 +74,22 @@ def _entry_line(i: int, entry: Entry) -> str:
     parity = "not checked" if entry.parity is None else f"error {entry.parity:.1e} against float64"
     threads = f", {chosen_threads(entry.program)} thread(s)" if entry.backend == "inductor" else ""
     return (
-        f"program {i} on {entry.backend}{threads}: {entry.program.node_count()} operations, "
+        f"program {i} on {entry.backend}{threads}: {_operations(entry)}, "
         f"{_short(cost.flops)}FLOP, {_short(cost.bytes)}B, "
         f"compiled in {entry.seconds:.1f} s, {parity}{', differentiable' if entry.differentiable else ''}\n"
         f"  {entry.reason}"
     )
+
+
+def _operations(entry: Entry) -> str:
+    forward, backward = entry.program.node_count(), _backward_count(entry)
+    return f"forward {forward} operations, backward {backward}" if backward else f"{forward} operations"
+
+
+def _backward_count(entry: Entry) -> int:
+    """Operations of the other half: the passes counted both halves, and cutting them apart copies none."""
+    history = entry.program.history
+    return history[-1].nodes_after - entry.program.node_count() if entry.differentiable and history else 0
 
 
 def _short(value: float) -> str:

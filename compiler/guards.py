@@ -56,7 +56,7 @@ class LiveState:
     """Reads a program's state tensors at each call and notices when one became another kind of tensor.
 
     A tensor at the address it had at the last call needs no further look: the old memory is kept alive here, so new
-    memory, of another dtype or shape, has another address.
+    memory, of another dtype or shape, has another address. A transposed view of the same memory shows by its layout.
     """
 
     def __init__(self, program: Program) -> None:
@@ -68,7 +68,7 @@ class LiveState:
 
     def __call__(self) -> list[Tensor]:
         tensors = [read() for read in self._reads]
-        addresses = [t.data_ptr() for t in tensors]
+        addresses = [t.data_ptr() if t.is_contiguous() else -t.data_ptr() for t in tensors]
         if addresses != self._addresses:
             for slot, tensor, layout in zip(self._program.state, tensors, self._layouts, strict=True):
                 if _layout(tensor) != layout:

@@ -27,27 +27,26 @@ def record_optimizers() -> Iterator[list[Optimizer]]:
     gradient, which is what a zero momentum becomes, provided dampening is zero.
     """
     found: list[Optimizer] = []
-    fresh: list[Optimizer] = []
+    known: list[set[int]] = []
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not any(o is optimizer for o in found):
             found.append(optimizer)
-            if not optimizer.state:
-                fresh.append(optimizer)
+            known.append({id(param) for param in optimizer.state})
 
     handle = register_optimizer_step_pre_hook(note)
     try:
         yield found
     finally:
         handle.remove()
-    for optimizer in fresh:
-        for group in optimizer.param_groups:
-            if group.get("momentum") and group.get("dampening"):
-                raise TraceError(
-                    f"{type(optimizer).__name__} with momentum and dampening starts its momentum by another rule "
-                    "than it continues with: take one eager step before the first compiled one"
-                )
-        for state in optimizer.state.values():
+    for optimizer, before in zip(found, known, strict=True):
+        fresh = {param: state for param, state in optimizer.state.items() if id(param) not in before}
+        if fresh and any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
+            raise TraceError(
+                f"{type(optimizer).__name__} with momentum and dampening starts its momentum by another rule "
+                "than it continues with: take one eager step before the first compiled one"
+            )
+        for state in fresh.values():
             if isinstance(state.get("momentum_buffer"), Tensor):
                 state["momentum_buffer"].zero_()
 

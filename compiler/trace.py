@@ -17,6 +17,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 import graphrl
 from graphrl.compiler.lowering import lift_state, mark_mutated, module_slots, normalize
@@ -27,7 +28,7 @@ from graphrl.errors import KeyMissingError, SpecError, TraceError, did_you_mean
 from graphrl.graph import KeyedGraph
 from graphrl.keys import DISCARD, Key, normalize_keys
 
-__all__ = ["JointProgram", "as_example", "trace", "trace_joint"]
+__all__ = ["JointProgram", "as_example", "common_leading", "trace", "trace_joint"]
 
 
 def trace(graph: TensorDictModuleBase, example: TensorDictBase | dict[Key, Tensor]) -> Program:
@@ -155,8 +156,19 @@ def as_example(example: Any) -> TensorDictBase:
     if isinstance(example, TensorDictBase):
         return example
     if isinstance(example, dict):
-        return TensorDict(example).auto_batch_size_()
+        tensors = [t for t in tree_leaves(example) if isinstance(t, Tensor)]
+        return TensorDict(example, batch_size=common_leading(tensors))
     raise SpecError(f"the example is a {type(example).__name__}: expected a TensorDict or a dict of tensors")
+
+
+def common_leading(tensors: Sequence[Tensor]) -> list[int]:
+    """The leading dims all tensors share; a feature dim is kept from each."""
+    sizes: list[int] = []
+    for dims in zip(*(t.shape[:-1] if t.dim() > 1 else t.shape[:0] for t in tensors), strict=False):
+        if len(set(dims)) != 1:
+            break
+        sizes.append(dims[0])
+    return sizes
 
 
 def _leaf(example: TensorDictBase, key: Key, graph: TensorDictModuleBase) -> Tensor:
@@ -218,8 +230,10 @@ def _is_mask(index: Any) -> bool:
 def tracing(what: str) -> Iterator[None]:
     """The state in which code is traced: distribution checks off, tracer errors turned into :class:`TraceError`."""
     validate = torch.distributions.Distribution._validate_args
+    mkldnn = torch._C._get_mkldnn_enabled()
     torch.distributions.Distribution.set_default_validate_args(False)
     try:
+        torch._C._set_mkldnn_enabled(False)  # an LSTM must show its products, not one call of a CPU library
         with _TraceableCalls(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*treespec.*")
             yield
@@ -237,6 +251,7 @@ def tracing(what: str) -> Iterator[None]:
         raise
     finally:
         torch.distributions.Distribution.set_default_validate_args(validate)
+        torch._C._set_mkldnn_enabled(mkldnn)
 
 
 _VALUE_SIGNS = (

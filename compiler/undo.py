@@ -46,6 +46,7 @@ class Undo(TorchDispatchMode):
         super().__init__()
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._grads = [(t, t.grad) for t in grads_of]
+        self._memory = [(t, t.detach()) for t, _ in self._grads]
 
     def __enter__(self) -> Undo:
         self._random = contextlib.ExitStack()
@@ -91,5 +92,11 @@ class Undo(TorchDispatchMode):
         with torch.no_grad():
             for whole, before in self._before.values():
                 whole.copy_(before)
+            for tensor, data in self.replaced():
+                tensor.data = data
             for tensor, grad in self._grads:
                 tensor.grad = grad
+
+    def replaced(self) -> list[tuple[Tensor, Tensor]]:
+        """The tensors of ``grads_of`` whose ``.data`` was replaced rather than written into, and what it was."""
+        return [(t, data) for t, data in self._memory if t.data_ptr() != data.data_ptr()]

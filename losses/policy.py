@@ -10,7 +10,7 @@ from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModuleBase
 from torch import Tensor
 from torch.distributions import Distribution
 
-from graphrl.errors import GraphError
+from graphrl.errors import GraphError, SpecError
 from graphrl.keys import Key, normalize_key, normalize_keys
 
 __all__ = ["EvaluateAction", "action_keys_of", "evaluate_action"]
@@ -34,6 +34,12 @@ class EvaluateAction(TensorDictModuleBase):
                 "or call clipped_surrogate with a list of them"
             )
         action = tensordict.get(self.in_keys[-1]).detach()
+        expected = dist.batch_shape + dist.event_shape
+        if action.shape != expected:
+            raise SpecError(
+                f"{self.in_keys[-1]!r} has shape {list(action.shape)}, but the policy acts in {list(expected)}: "
+                "a loss must not broadcast one action over others"
+            )
         tensordict.set(self.out_keys[0], dist.log_prob(action))
         tensordict.set(self.out_keys[1], _entropy(dist))
         return tensordict

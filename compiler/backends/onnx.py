@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,14 @@ class OnnxProgram:
         self._count = len(program.outputs)
         self._binding = self._session.io_binding()
         self._bound: dict[int, int] = {}
+        self._lock = threading.Lock()  # the binding holds one call's addresses
 
     def __call__(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         """Run on all placeholder values: inputs, state, draws. Returns fresh outputs in order."""
+        with self._lock:
+            return self._run(arguments)
+
+    def _run(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         binding, alive = self._binding, []
         for i, name in self._inputs:
             tensor = arguments[i]

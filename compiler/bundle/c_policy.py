@@ -72,8 +72,14 @@ class CPolicy:
             if key not in observation:
                 raise ValueError(f"{key!r} is missing: this policy reads {list(self._into)}, got {list(observation)}")
             value = np.asarray(observation[key])
-            if value.size != target.size:
-                raise ValueError(f"{key!r} has shape {value.shape}, expected {target.size} numbers {target.shape}")
+            if value.shape not in (
+                target.shape,
+                (1, *target.shape),
+                target.shape[1:] if target.shape[:1] == (1,) else (),
+            ):
+                raise ValueError(f"{key!r} has shape {value.shape}, expected {target.shape}")
+            if value.dtype.kind not in "fiub":
+                raise ValueError(f"{key!r} is {value.dtype}, expected real numbers")
             target[...] = value.reshape(target.shape)
         self.status = self._step(*self._arguments)
         result = {key: source.copy() for key, source in self._from.items()}

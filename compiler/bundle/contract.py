@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from graphrl.errors import ContractError, did_you_mean
 from graphrl.keys import Key, encode_key
@@ -16,9 +17,25 @@ __all__ = ["ActionContract", "Contract", "Normalizer", "ObservationTerm", "Recur
 Numbers = tuple[float, ...]
 
 
+class _Typed:
+    """A dataclass that refuses values of another type than its fields say."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if not _fits(value, hints[field.name]):
+                raise ContractError(
+                    f"{type(self).__name__}: {field.name} is {_shown(value)}; expected {_named(hints[field.name])}"
+                )
+
+
 @dataclass(frozen=True)
-class Normalizer:
-    """How an observation is normalised. ``where``: ``"inside"`` the program, ``"outside"`` by the caller, ``"none"``"""
+class Normalizer(_Typed):
+    """How an observation is normalised. ``where``: ``"inside"`` the program, ``"outside"`` by the caller, ``"none"``
+
+    y = (x - mean) / std; ``epsilon``: what was added to the variance, already part of ``std``.
+    """
 
     where: str = "none"
     mean: Numbers | None = None
@@ -27,7 +44,7 @@ class Normalizer:
 
 
 @dataclass(frozen=True)
-class ObservationTerm:
+class ObservationTerm(_Typed):
     """One input: its key, the order and names of its entries, and what was done to it before training saw it."""
 
     key: Key
@@ -46,7 +63,7 @@ class ObservationTerm:
 
 
 @dataclass(frozen=True)
-class ActionContract:
+class ActionContract(_Typed):
     """The output: names in order, bounds, and the steps between the network's number and the motor's command.
 
     ``inside``: those of ``"squash" "scale" "offset" "clip"`` that the program performs; the caller does the others.
@@ -71,7 +88,7 @@ class ActionContract:
 
 
 @dataclass(frozen=True)
-class RecurrentState:
+class RecurrentState(_Typed):
     """A value carried from one step to the next: read at ``key``, written at ``next_key``; ``initial`` on reset."""
 
     key: Key
@@ -81,7 +98,7 @@ class RecurrentState:
 
 
 @dataclass(frozen=True)
-class Contract:
+class Contract(_Typed):
     """What a robot must know to run a policy. Fields left ``None`` are written as null: known to be unknown.
 
     rate_hz: control steps a second. decimation: simulator steps a control step. observations: the declared sensors, in
@@ -100,6 +117,7 @@ class Contract:
     notes: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.rate_hz is not None and not self.rate_hz > 0:
             raise ContractError(f"rate_hz is {self.rate_hz}: expected a positive number of control steps a second")
         if self.quaternion_order not in (None, "wxyz", "xyzw"):
@@ -164,6 +182,42 @@ def check_against(contract: Contract, inputs: Mapping[Key, int], action_key: Key
             raise ContractError(f"the contract's action is {contract.action.key!r}, the bundle's {action_key!r}")
         for name in ("names", "low", "high", "joint_names", "default_pose", "kp", "kd"):
             _check_length(f"action: {name}", getattr(contract.action, name), action_size)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type; a list passes for a tuple, an integer for a float."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, option) for option in inner)
+    if origin is tuple:
+        if not isinstance(value, (tuple, list)):
+            return False
+        kinds = (inner[0],) * len(value) if inner[-1] is Ellipsis else inner
+        return len(value) == len(kinds) and all(map(_fits, value, kinds))
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+    wanted = (int, float) if hint is float else hint
+    return isinstance(value, wanted) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    """The type of a value; for a sequence also those of its entries."""
+    name = f"a {type(value).__name__}"
+    if isinstance(value, (tuple, list)):
+        name += f" of {', '.join(sorted({type(v).__name__ for v in value})) or 'nothing'} ({len(value)})"
+    return name
+
+
+def _named(hint: Any) -> str:
+    """An annotation as a user would import it."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_named, inner))
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join('...' if i is Ellipsis else _named(i) for i in inner)}]"
+    if hint is type(None):
+        return "None"
+    return f"graphrl.compiler.bundle.{hint.__name__}" if issubclass(hint, _Typed) else str(hint.__name__)
 
 
 def _check_names(what: str, names: Sequence[str] | None) -> None:

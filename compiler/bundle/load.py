@@ -19,7 +19,7 @@ __all__ = ["SCHEMA_VERSION", "Bundle", "load"]
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bundle:
     """A bundle on disk whose files have the hashes its manifest states."""
 
@@ -35,6 +35,14 @@ class Bundle:
     def parity(self) -> dict[str, float]:
         """Largest relative error of each runtime against float64, as measured when the bundle was written."""
         return self.manifest["reports"]["parity"]["max_relative_error"]  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"Bundle({str(self.path)!r}, targets={list(self.manifest['targets'])})"
+
+    def __str__(self) -> str:
+        lines = [f"bundle {self.path}: {', '.join(self.manifest['targets'])}"]
+        lines += [f"  {name}: largest error {error:.1e} against float64" for name, error in self.parity.items()]
+        return "\n".join(lines)
 
     def policy(self) -> CPolicy:
         """The bundle's C, compiled and loaded. Needs a C compiler."""

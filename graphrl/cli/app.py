@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return _fail(f"no command {name!r}; there are {', '.join(COMMANDS)}.{hint}")
     try:
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # --env.id module:Id finds a module that lies here
         importlib.import_module(f"graphrl.cli.{name}").run(rest)
         return 0
     except KeyboardInterrupt as stop:
@@ -52,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (GraphRLError, OSError) as error:
         if debug:
             raise
-        return _fail(" ".join(str(error).split()))
+        return _fail(" ".join(str(error).split()).replace("overwrite=True", "--overwrite"))
 
 
 def usage() -> str:

@@ -6,14 +6,14 @@ import importlib.util
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tyro
 
 from graphrl.errors import GraphRLError
-from graphrl.training.config import EnvConfig, PPOConfig
+from graphrl.training.presets import preset
 
 __all__ = ["DEMO_CONFIG", "compare_closed_loop", "run"]
 
@@ -21,16 +21,12 @@ EPISODES = 20
 SEED = 2_000_003
 TOLERANCE = 1e-3
 
-DEMO_CONFIG = PPOConfig(
-    env=EnvConfig("Pendulum-v1", num_envs=8),
-    total_frames=120_000,
-    gamma=0.95,
-    lr=1e-3,
-    reward_scale=0.1,
+DEMO_CONFIG = replace(
+    preset("Pendulum-v1"),
     eval_episodes=EPISODES,
     overwrite=True,
 )
-"""Beside the defaults for MuJoCo: eight environments, a shorter horizon, a higher learning rate, smaller rewards."""
+"""The settings of ``graphrl train ppo --env.id Pendulum-v1``, in a folder that may be replaced."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,8 @@ def run(arguments: list[str]) -> None:
         compare_closed_loop(trainer, bundle.path, out / "closed_loop.npz", console)
     else:
         console.print("  no C in the bundle: skipped")
-    say(console, "done", f"{out}: checkpoint/, progress.csv, curve.png, tensorboard/, bundle/")
+    names = ("checkpoint", "progress.csv", "curve.png", "tensorboard", "bundle")
+    say(console, "done", f"{out}: {', '.join(name for name in names if (out / name).exists())}")
 
 
 def say(console: Any, step: str, what: str) -> None:
@@ -69,10 +66,9 @@ def say(console: Any, step: str, what: str) -> None:
 
 
 def _train(options: Demo, out: Path, console: Any) -> Any:
-    from dataclasses import replace
-
     from graphrl.compiler.bundle.c_policy import find_compiler
-    from graphrl.training import Trainer, plot_curve
+    from graphrl.training import Trainer
+    from graphrl.training.trainer import EVAL_SEED
 
     backends: dict[str, Any] = {}
     if find_compiler() is None:
@@ -85,7 +81,6 @@ def _train(options: Demo, out: Path, console: Any) -> Any:
         seed=options.seed,
         total_frames=options.total_frames,
         out=str(out),
-        tensorboard=importlib.util.find_spec("tensorboard") is not None,
     )
     start = time.perf_counter()
     trainer = Trainer(config)
@@ -95,11 +90,13 @@ def _train(options: Demo, out: Path, console: Any) -> Any:
         f"  {result.frames} frames in {result.seconds:.1f} s, compilation included;"
         f" {time.perf_counter() - start:.1f} s with the evaluation"
     )
-    console.print(f"  return of the eager policy over {EPISODES} episodes: {result.evaluation.mean:.1f}")
-    if importlib.util.find_spec("matplotlib") is None:
+    first = config.env.seed + EVAL_SEED
+    console.print(
+        f"  return of the eager policy over {EPISODES} episodes, seeds {first} to {first + EPISODES - 1}:"
+        f" {result.evaluation.mean:.1f}"
+    )
+    if result.curve is None:
         console.print("  no matplotlib: no learning curve (pip install 'graphrl[plot]')")
-    else:
-        plot_curve(out / "progress.csv", out / "curve.png", "PPO, Pendulum-v1")
     return trainer
 
 
@@ -119,7 +116,7 @@ def _measure(trainer: Any, console: Any) -> None:
         with set_interaction_type(InteractionType.DETERMINISTIC):
             acting = trainer.algorithm.actor.select(out_keys=["action"])
             table = benchmark(acting, TensorDict({"observation": observation}, batch_size=[1]), ("inductor", "native"))
-        console.print(table)
+        console.print(replace(table, title="policy"))
         copy = PPO(config, env)  # the timed updates train a copy
         copy.load_state_dict(trainer.algorithm.state_dict())
         batch = env.rollout(config.frames_per_batch // env.num_envs, copy.actor, break_when_any_done=False)
@@ -185,8 +182,9 @@ def compare_closed_loop(trainer: Any, bundle: Path, out: Path, console: Any) -> 
         eager = trainer.algorithm.actor(td)["action"].numpy()
     difference = float(np.abs(eager - actions).max())
     same_seeds = trainer.evaluate(EPISODES, SEED)
+    console.print(f"  {EPISODES} other episodes, seeds {SEED} to {SEED + EPISODES - 1}:")
     console.print(f"  return of the C policy      {returns.mean():9.2f}")
-    console.print(f"  return of the eager policy  {same_seeds.mean:9.2f}   (same seeds)")
+    console.print(f"  return of the eager policy  {same_seeds.mean:9.2f}   (same episodes)")
     console.print(f"  largest difference of an action over {len(actions)} steps: {difference:.1e}")
     if not difference <= TOLERANCE:
         raise GraphRLError(f"the C policy's actions differ from the eager ones by {difference:.1e}, over {TOLERANCE}")

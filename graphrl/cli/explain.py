@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from graphrl.errors import GraphRLError, did_you_mean
+from graphrl.errors import GraphError, GraphRLError, did_you_mean
 
 __all__ = ["run"]
 
@@ -20,7 +21,9 @@ class Explain:
     """Draw a keyed graph, and tell passes, programs, backends and refusals of a compiled object."""
 
     target: Annotated[str, tyro.conf.Positional]
-    """FILE:OBJECT. The object: a graph, a compiled graph or update, a program, or a function that returns one."""
+    """FILE:OBJECT, or FILE for a list of its objects.
+
+    The object: a graph, a compiled graph or update, a program, or a function that returns one."""
     example: str | None = None
     """Name of a batch in the same file, to compile a plain graph for."""
     backend: str = "inductor"
@@ -30,6 +33,9 @@ class Explain:
 def run(arguments: list[str]) -> None:
     """Print the explanation."""
     options = tyro.cli(Explain, prog="graphrl explain", args=arguments)
+    if Path(options.target).is_file():
+        print(contents(options.target))
+        return
     path, colon, name = options.target.rpartition(":")
     if not colon or not name:
         raise GraphRLError(f"explain: expected FILE:OBJECT, found {options.target!r}")
@@ -39,15 +45,52 @@ def run(arguments: list[str]) -> None:
     print(describe(target, example, options.backend))
 
 
+def contents(path: str) -> str:
+    """What a file holds that can be explained, one ``FILE:OBJECT`` a line; functions only where they need nothing."""
+    module = load_file(Path(path))
+    rows = []
+    for name, value in vars(module).items():
+        own = getattr(value, "__module__", None) == module.__name__
+        factory = inspect.isfunction(value) and own and not _parameters(value)
+        if not name.startswith("_") and (factory or isinstance(value, _explainable())):
+            rows.append(f"graphrl explain {path}:{name}  # a {type(value).__name__}")
+    return "\n".join(rows) or f"{path} holds no keyed graph, compiled object, program, or function without parameters"
+
+
+def _explainable() -> tuple[type, ...]:
+    from tensordict.nn import TensorDictModuleBase
+
+    from graphrl import CompiledGraph, CompiledUpdate, Program
+
+    return (CompiledGraph, CompiledUpdate, Program, TensorDictModuleBase)
+
+
+def _parameters(function: Any) -> list[str]:
+    """The parameters a call must give."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+
+
+def _made(factory: Any) -> Any:
+    """What a function without parameters returns."""
+    if lacking := _parameters(factory):
+        raise GraphRLError(
+            f"explain: {factory.__name__} needs {', '.join(lacking)}: name a function without parameters"
+        )
+    return factory()
+
+
 def describe(target: Any, example: Any, backend: str) -> str:
     """The text for one object; see :class:`Explain`. Raises :class:`GraphRLError` for anything else."""
     from tensordict.nn import TensorDictModuleBase
+    from torch import nn
 
     from graphrl import CompiledGraph, CompiledUpdate, KeyedGraph, Program, compile, explain
 
     known = (CompiledGraph, CompiledUpdate, Program)
-    if not isinstance(target, (*known, TensorDictModuleBase)) and callable(target):
-        target = target()
+    if inspect.isroutine(target) and not isinstance(target, known):
+        target = _made(target)
     if isinstance(target, known):
         return str(explain(target))
     if isinstance(target, TensorDictModuleBase):
@@ -55,6 +98,11 @@ def describe(target: Any, example: Any, backend: str) -> str:
             return str(explain(compile(target, example() if callable(example) else example, backend=backend)))
         graph = target if isinstance(target, KeyedGraph) else KeyedGraph(target)
         return f"{graph.to_mermaid()}\n\nnot compiled: name a batch of the same file with --example to see its program"
+    if isinstance(target, nn.Module):
+        raise GraphError(
+            f"explain: a {type(target).__name__} has no keys: wrap it,"
+            " KeyedGraph((module, ['observation'], ['action']))"
+        )
     raise GraphRLError(
         f"explain: the object is a {type(target).__name__}; expected a keyed graph, or what compile, compile_update or "
         "trace returned"

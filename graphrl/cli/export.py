@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,27 +47,51 @@ def export_run(
     policy, config = load_policy(checkpoint)
     with GymEnv(config.env.id, num_envs=16, seed=config.env.seed) as env:
         example = env.reset()
-        contract = contract_of(env, config)
+        contract = contract_of(env, config, policy)
     return export(policy, out, example, targets=targets, contract=contract, overwrite=overwrite)
 
 
-def contract_of(env: Any, config: Any) -> Any:
-    """What an environment and a run tell a robot; the rest stays null."""
-    from graphrl.compiler.bundle import ActionContract, Contract, Normalizer, ObservationTerm
-    from graphrl.specs import Bounded
+def contract_of(env: Any, config: Any, policy: Any) -> Any:
+    """What an environment and a trained policy tell a robot; the rest stays null."""
+    from graphrl.compiler.bundle import Contract, ObservationTerm
 
-    inside = Normalizer(where="inside" if config.normalize_observation else "none")
-    observations = tuple(
-        ObservationTerm(key=key, shape=tuple(env.observation_spec[key].shape[1:]), normalizer=inside)
-        for key in env.observation_spec.keys(True, True)
-    )
-    spec = env.action_spec
-    bounds: dict[str, Any] = {}
-    if isinstance(spec, Bounded):
-        bounds = {"low": tuple(spec.low[0].tolist()), "high": tuple(spec.high[0].tolist()), "inside": ()}
+    start, terms = 0, []
+    for key in policy.in_keys:
+        shape = tuple(env.observation_spec[key].shape[1:])
+        stop = start + math.prod(shape)
+        terms.append(ObservationTerm(key=key, shape=shape, normalizer=normalizer_of(policy, start, stop)))
+        start = stop
+    action, note = action_of(env.action_spec)
     return Contract(
         rate_hz=env.rate_hz,
-        observations=observations,
-        action=ActionContract(key="action", **bounds),
-        notes=f"trained on {config.env.id}; clip the action to its bounds before use",
+        observations=tuple(terms),
+        action=action,
+        notes=f"trained on {config.env.id}; {note}",
     )
+
+
+def normalizer_of(policy: Any, start: int, stop: int) -> Any:
+    """The statistics of entries ``start`` to ``stop`` of what the policy's normaliser reads."""
+    from graphrl.compiler.bundle import Normalizer
+    from graphrl.models import RunningNorm
+
+    norm = next((m for m in policy.modules() if isinstance(m, RunningNorm)), None)
+    if norm is None:
+        return Normalizer(where="none")
+    mean, std = norm.mean[start:stop], (norm.var[start:stop] + norm.eps).sqrt()
+    return Normalizer("inside", tuple(mean.tolist()), tuple(std.tolist()), norm.eps)
+
+
+def action_of(spec: Any) -> tuple[Any, str]:
+    """The action's names and bounds, and what the robot must do with it."""
+    from graphrl.compiler.bundle import ActionContract
+    from graphrl.specs import Bounded, Categorical
+
+    if isinstance(spec, Categorical):
+        bounds: dict[str, Any] = {"low": (0.0,), "high": (float(spec.n - 1),)}
+        return ActionContract(names=("action_0",), **bounds), f"the action is one of {spec.n} choices, counted from 0"
+    names = tuple(f"action_{i}" for i in range(spec.shape[-1]))
+    if not isinstance(spec, Bounded):
+        return ActionContract(names=names), "the action has no bounds"
+    low, high = tuple(spec.low[0].tolist()), tuple(spec.high[0].tolist())
+    return ActionContract(names=names, low=low, high=high, inside=()), "clip the action to its bounds before use"

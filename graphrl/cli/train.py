@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from graphrl.errors import GraphRLError, did_you_mean
 from graphrl.training.config import PPOConfig
+from graphrl.training.presets import describe_preset, preset
 
 __all__ = ["run"]
 
 ALGORITHMS = ("ppo",)
+OPTIONAL = ("--tensorboard", "--curve")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,34 +40,65 @@ def run(arguments: list[str]) -> None:
         found = repr(arguments[0]) if arguments else "none"
         hint = did_you_mean(arguments[0], ALGORITHMS) if arguments else ""
         raise GraphRLError(f"train: expected an algorithm, one of {', '.join(ALGORITHMS)}, found {found}.{hint}")
-    options = tyro.cli(
-        TrainPPO,
-        prog="graphrl train ppo",
-        args=arguments[1:],
-        default=TrainPPO(_defaults(arguments)),
-    )
+    arguments = _spelled_out(arguments[1:])
+    options = tyro.cli(TrainPPO, prog="graphrl train ppo", args=arguments, default=TrainPPO(_defaults(arguments)))
     from graphrl.training.trainer import Trainer
 
     config = options.config
     if options.resume is not None:
         config = dataclasses.replace(config, out=options.resume)
     trainer = Trainer(config, resume=options.resume is not None, quiet=options.quiet)
+    if trainer.frames >= config.frames:
+        trainer.close()
+        print(f"nothing left to do: {trainer.frames} of {config.frames} frames; raise --total-frames")
+        return
     if not options.quiet:
-        print(f"{config.env.id}: {config.frames} frames in {trainer.folder}", file=sys.stderr)
+        _announce(config, trainer.folder, options.resume is not None)
     result = trainer.train()
     line = f"{result.frames} frames in {result.seconds:.1f} s, mean training return {result.mean_return:.1f}"
     if result.evaluation is not None:
         score, spread = result.evaluation.mean, result.evaluation.std
         line += f", evaluation {score:.1f} +- {spread:.1f} over {len(result.evaluation.returns)} episodes"
-    print(f"{line}\n{result.folder}: progress.csv, checkpoint/")
+    names = ("progress.csv", "checkpoint", "tensorboard", "curve.png")
+    print(f"{line}\n{result.folder}: {', '.join(name for name in names if (result.folder / name).exists())}")
 
 
-def _defaults(arguments: list[str]) -> PPOConfig:
-    """The configuration of the run to resume, if one is named."""
-    for i, argument in enumerate(arguments):
+def _announce(config: PPOConfig, folder: Path, resumed: bool) -> None:
+    if not resumed and (settings := describe_preset(config)):
+        print(settings, file=sys.stderr)
+    if config.frames != config.total_frames:
+        rounded = f"rounded up to {config.frames}, whole batches of {config.frames_per_batch}"
+        print(f"total_frames {config.total_frames} {rounded}", file=sys.stderr)
+    print(f"{config.env.id}: {config.frames} frames in {folder}", file=sys.stderr)
+
+
+def _defaults(arguments: Sequence[str]) -> PPOConfig:
+    """What the options not given stand for: the configuration of the run to resume, or the environment's preset."""
+    run = _value(arguments, "--resume")
+    if run is not None:
+        from graphrl.training.trainer import load_config
+
+        return load_config(run)
+    return preset(_value(arguments, "--env.id") or PPOConfig().env.id)
+
+
+def _value(arguments: Sequence[str], option: str) -> str | None:
+    """The value of an option that must be known before the others are read; the last one counts."""
+    found = None
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
         name, equals, value = argument.partition("=")
-        if name == "--resume" and (equals or i + 1 < len(arguments)):
-            from graphrl.training.trainer import load_config
+        if name == option:
+            found = value if equals else following
+    return found
 
-            return load_config(value if equals else arguments[i + 1])
-    return PPOConfig()
+
+def _spelled_out(arguments: Sequence[str]) -> list[str]:
+    """``--curve`` as ``--curve True`` and ``--no-curve`` as ``--curve False``, for the options that may be None."""
+    spelled: list[str] = []
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        name = argument.replace("--no-", "--", 1)
+        if name in OPTIONAL and following not in ("True", "False", "None"):
+            spelled += [name, str(name == argument)]
+        else:
+            spelled.append(argument)
+    return spelled

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -83,7 +84,15 @@ class GymEnv(EnvBase):
     def _reset_row(self, index: int) -> Any:
         seed, self._seeds[index] = self._seeds[index], None
         self._running[index] = True
-        return self.envs[index].reset(seed=seed)[0]
+        raw = self.envs[index].reset(seed=seed)[0]
+        if len(self._leaves) == 1 and self._leaves[0].read is None:  # once an episode: numpy would broadcast silently
+            found, want = np.asarray(raw), tuple(self._leaves[0].spec.shape)
+            if found.shape != want or found.dtype.kind not in "fiub":
+                raise EnvError(
+                    f"{self.name} gave an observation {found.dtype} {list(found.shape)} at reset, but its "
+                    f"observation_space says {list(want)}: mend the environment (gymnasium.utils.env_checker helps)"
+                )
+        return raw
 
     def _empty(self) -> TensorDict:
         return TensorDict(

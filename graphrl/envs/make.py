@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -44,19 +45,34 @@ def _make_id(env_id: str, kwargs: dict[str, Any]) -> Any:
     import gymnasium
     from gymnasium import error
 
+    module, _, name = env_id.rpartition(":")
+    if module:
+        _import_module(module, env_id)
     try:
         return gymnasium.make(env_id, **kwargs)
     except error.DependencyNotInstalled as exc:
-        entry = str(getattr(gymnasium.registry.get(env_id), "entry_point", ""))
+        entry = str(getattr(gymnasium.registry.get(name), "entry_point", ""))
         extra = next((pip for family, pip in EXTRAS.items() if family in entry), None)
         command = f"run  pip install '{extra}'" if extra else f"gymnasium says: {exc}"
         raise MissingExtraError(f"{env_id} needs a package that is not installed: {command}") from exc
     except (error.UnregisteredEnv, error.DeprecatedEnv) as exc:
-        near = difflib.get_close_matches(env_id, list(gymnasium.registry), n=3, cutoff=0.5)
+        near = difflib.get_close_matches(name, list(gymnasium.registry), n=3, cutoff=0.5)
+        near = [f"{module}:{known}" for known in near] if module else near
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else f" gymnasium says: {exc}"
         raise EnvError(f"no environment {env_id!r} is registered.{hint}") from exc
     except error.Error as exc:
         raise EnvError(f"gymnasium cannot make {env_id!r}: {exc}") from exc
+
+
+def _import_module(module: str, env_id: str) -> None:
+    """Run the module that registers an environment; whatever it raises becomes an :class:`EnvError`."""
+    try:
+        importlib.import_module(module)
+    except Exception as exc:
+        raise EnvError(
+            f"the module {module!r} of {env_id!r} cannot be imported: {type(exc).__name__}: {exc}."
+            " It must lie in the current directory or on the Python path"
+        ) from exc
 
 
 def _refuse_autoreset(env: Any) -> None:

@@ -8,6 +8,7 @@ from graphrl.training.config import EnvConfig, PPOConfig
 from graphrl.training.loggers import CSVLogger, Logger, TensorBoardLogger
 from graphrl.training.plot import plot_curve
 from graphrl.training.ppo import PPO
+from graphrl.training.presets import preset
 from graphrl.training.trainer import Trainer, TrainResult, load_config, load_policy
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "load_config",
     "load_policy",
     "plot_curve",
+    "preset",
     "save_checkpoint",
 ]

@@ -16,7 +16,7 @@ class EnvConfig:
     """The training environment."""
 
     id: str = "HalfCheetah-v5"
-    """A Gymnasium id."""
+    """A Gymnasium id, or module:Id: the module is imported first, to register Id."""
     num_envs: int = 1
     """Copies stepped in turn."""
     seed: int = 0
@@ -62,13 +62,15 @@ class PPOConfig:
     threads: int = 1
     """CPU threads of torch while training: networks of this size gain nothing from more."""
     out: str | None = None
-    """Run folder: progress.csv, checkpoint/, tensorboard/. Default: a new folder under runs/."""
+    """Run folder: progress.csv, checkpoint/, tensorboard/, curve.png. Default: a new folder under runs/."""
     overwrite: bool = False
     """Start anew in a folder that holds a checkpoint."""
     checkpoint_every: int = 50
     """Batches between checkpoints; one more is written at the end and on Ctrl-C."""
-    tensorboard: bool = False
-    """Write TensorBoard events too."""
+    tensorboard: bool | None = None
+    """Write TensorBoard events too; None: where tensorboard is installed."""
+    curve: bool | None = None
+    """Draw curve.png at the end; None: where matplotlib is installed."""
     eval_episodes: int = 10
     """Episodes of the deterministic policy at the end; 0 leaves the evaluation out."""
 

@@ -14,8 +14,8 @@ LINE_EVERY_S = 5.0
 class Report:
     """A context manager; ``update(row)`` after each batch with its frames, mean return, speed and losses.
 
-    quiet: show nothing. stream: where to (stderr). A file or a pipe gets a line at the first and last batch and every
-    five seconds between.
+    quiet: show nothing. stream: where to (stderr). A file or a pipe gets a line at the start, at the first
+    and last batch, and every five seconds between.
     """
 
     def __init__(self, total: int, title: str, *, quiet: bool = False, stream: TextIO | None = None) -> None:
@@ -26,7 +26,11 @@ class Report:
         self._spoke = float("-inf")
 
     def __enter__(self) -> Report:
-        if not self.quiet and self.stream.isatty():
+        if self.quiet:
+            return self
+        if not self.stream.isatty():
+            print(f"{self.title}: compiling, and collecting the first batch ...", file=self.stream, flush=True)
+        else:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

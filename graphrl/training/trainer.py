@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 
 from graphrl.collectors import SyncCollector
 from graphrl.envs import EpisodeStats, GymEnv, evaluate
-from graphrl.errors import CheckpointError, GraphRLError, did_you_mean
+from graphrl.errors import CheckpointError, GraphRLError, did_you_mean, require_extra
 from graphrl.training.checkpoint import (
     check_writable,
     has_checkpoint,
@@ -25,12 +27,15 @@ from graphrl.training.checkpoint import (
 from graphrl.training.config import PPOConfig
 from graphrl.training.interrupt import InterruptGuard
 from graphrl.training.loggers import CSVLogger, Logger, TensorBoardLogger
+from graphrl.training.plot import plot_curve
 from graphrl.training.ppo import PPO
 from graphrl.training.report import Report
 from graphrl.training.threads import torch_threads
 
 __all__ = ["TrainResult", "Trainer", "load_config", "load_policy"]
 
+FIXED = ("env.id", "num_cells", "normalize_observation")
+"""Fields that a resumed run must share with its checkpoint."""
 HOOKS = ("before_collection", "after_collection", "after_optimization", "after_logging")
 EVAL_SEED = 1_000_003
 """Added to the environment's seed for evaluation, so that it never sees the training's first states."""
@@ -38,13 +43,14 @@ EVAL_SEED = 1_000_003
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. ``evaluation``: of the deterministic policy, or None when it was not asked for."""
+    """How a run ended. ``evaluation``: of the deterministic policy, ``curve``: the picture; None when not asked for."""
 
     frames: int
     seconds: float
     mean_return: float
     evaluation: EpisodeStats | None
     folder: Path
+    curve: Path | None = None
 
 
 class Trainer:
@@ -65,10 +71,14 @@ class Trainer:
         self, config: PPOConfig, *, resume: bool = False, loggers: Sequence[Logger] = (), quiet: bool = False
     ) -> None:
         config.check()
+        tensorboard = _wanted(config.tensorboard, "tensorboard", "tensorboard")
+        self._curve = _wanted(config.curve, "matplotlib", "plot")
         self.folder = config.run_folder()
         self.config = config = replace(config, out=str(self.folder))
         self.quiet = quiet
         loaded = load_checkpoint(self.folder / "checkpoint") if resume else None
+        if loaded is not None:
+            _check_same(_config_of(loaded[1], self.folder), config)
         if not resume and has_checkpoint(self.folder / "checkpoint") and not config.overwrite:
             raise CheckpointError(
                 f"{self.folder} holds the checkpoint of another run: resume it (--resume {self.folder}), choose "
@@ -96,7 +106,7 @@ class Trainer:
                 remove_checkpoint(self.folder / "checkpoint")
                 shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
             self.loggers.append(CSVLogger(self.folder / "progress.csv", self.frames if resume else None))
-            if config.tensorboard:
+            if tensorboard:
                 self.loggers.append(TensorBoardLogger(self.folder / "tensorboard"))
         except BaseException:
             self.close()
@@ -138,7 +148,10 @@ class Trainer:
                 except KeyboardInterrupt:
                     raise KeyboardInterrupt(self._save_interrupted(guard)) from None
             self.save()
-            return TrainResult(self.frames, self.seconds, self.mean_return, self.evaluate(), self.folder)
+            curve = self.folder / "curve.png" if self._curve else None
+            if curve is not None:
+                plot_curve(self.folder / "progress.csv", curve, f"PPO, {self.config.env.id}")
+            return TrainResult(self.frames, self.seconds, self.mean_return, self.evaluate(), self.folder, curve)
         finally:
             self.close()
 
@@ -241,6 +254,24 @@ class Trainer:
         self._saved = self.batches
         # New episodes must not repeat the first ones of the run.
         self.env.set_seed(self.config.env.seed + self.batches * self.config.env.num_envs)
+
+
+def _wanted(choice: bool | None, package: str, extra: str) -> bool:
+    """Whether to use an optional package: as chosen, or where it is installed. Raises :class:`MissingExtraError`."""
+    if choice:
+        require_extra(package, extra)
+    return importlib.util.find_spec(package) is not None if choice is None else choice
+
+
+def _check_same(saved: PPOConfig, config: PPOConfig) -> None:
+    """Raise :class:`CheckpointError` where ``config`` asks a saved run to become another one."""
+    for name in FIXED:
+        before, now = attrgetter(name)(saved), attrgetter(name)(config)
+        if before != now:
+            raise CheckpointError(
+                f"the run in {config.out} has {name}={before!r}, but {name}={now!r} was asked for: leave that out to "
+                "resume, or start a run of its own in another folder (--out, without --resume)"
+            )
 
 
 def checkpoint_folder(folder: Path | str) -> Path:

@@ -45,3 +45,14 @@ def test_brackets_in_shapes_survive_the_printing():
 def test_anything_else_is_refused():
     with pytest.raises(TypeError, match="not a Linear"):
         grl.explain(nn.Linear(1, 1))
+
+
+def test_a_differentiable_program_counts_both_halves():
+    fast = grl.compile(graph(), backend="eager")
+    fast(rows())
+    (entry,) = fast.entries()
+    assert entry.differentiable
+    whole, forward = entry.program.history[-1].nodes_after, entry.program.node_count()
+    text = str(grl.explain(fast))
+    assert f"forward {forward} operations, backward {whole - forward}" in text and whole > forward
+    assert "forward and backward together" in text

@@ -18,6 +18,8 @@ def tiny(tmp_path):
         policy_backend="eager",
         update_backend="eager",
         eval_episodes=0,
+        tensorboard=False,
+        curve=False,
         out=str(tmp_path / "run"),
     )
     return lambda **changes: replace(config, **changes)

@@ -3,15 +3,20 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 
 from graphrl.cli import main
+from graphrl.compiler.bundle import load
+from graphrl.models import RunningNorm
+from graphrl.training import PPOConfig, load_config, load_policy, preset
 from graphrl.training.checkpoint import load_checkpoint
 
 FAST = (
     "--env.id Pendulum-v1 --env.num-envs 2 --frames-per-batch 64 --minibatch 32 --epochs 1 --policy-backend eager "
-    "--update-backend eager --eval-episodes 0"
+    "--update-backend eager --eval-episodes 0 "
+    "--no-tensorboard --no-curve"
 ).split()
 
 
@@ -81,6 +86,8 @@ def test_a_missing_extra(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "tensorboard" else real(name, *a))
     assert train("--out", tmp_path / "run", "--tensorboard") == 2
     assert "graphrl[tensorboard]" in error_line(capsys)
+    assert not (tmp_path / "run").exists()
+    assert train("--out", tmp_path / "run", "--tensorboard", "None") == 0
 
 
 def test_debug_lets_the_error_through(tmp_path):
@@ -88,6 +95,94 @@ def test_debug_lets_the_error_through(tmp_path):
 
     with pytest.raises(EnvError):
         train("--env.id", "Pendulun-v1", "--out", tmp_path / "run", "--debug")
+
+
+def test_settings_of_an_environment_are_defaults_and_announced(tmp_path, capsys):
+    small = ["--total-frames", "16", "--frames-per-batch", "16", "--minibatch", "16", "--epochs", "1"]
+    eager = ["--policy-backend", "eager", "--update-backend", "eager", "--eval-episodes", "0", "--no-tensorboard"]
+    out = tmp_path / "run"
+    assert main(["train", "ppo", "--env.id=Pendulum-v1", *small, *eager, "--lr", "0.01", "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert "settings for Pendulum-v1: env.num_envs 8, gamma 0.95, reward_scale 0.1\n" in said.err
+    assert "compiling" in said.err
+    config = load_config(out)
+    assert (config.env.num_envs, config.gamma, config.lr, config.total_frames) == (8, 0.95, 0.01, 16)
+    assert (out / "curve.png").exists() == ("curve.png" in said.out) == bool(find_spec("matplotlib"))
+    assert PPOConfig() == preset("HalfCheetah-v5")
+
+
+@pytest.mark.parametrize("other", [["--env.id", "CartPole-v1"], ["--num-cells", "8"]])
+def test_resume_as_another_run_is_refused_before_anything_is_touched(tmp_path, capsys, other):
+    run = tmp_path / "run"
+    assert train("--out", run) == 0
+    capsys.readouterr()
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert main(["train", "ppo", "--resume", str(run), *other]) == 2
+    line = error_line(capsys)
+    assert ("'Pendulum-v1'" in line and "'CartPole-v1'" in line) or ("(64, 64)" in line and "(8,)" in line)
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_resuming_a_finished_run_says_so(tmp_path, capsys):
+    assert train("--out", tmp_path / "run", "--total-frames", "60") == 0
+    assert "total_frames 60 rounded up to 64" in capsys.readouterr().err
+    assert main(["train", "ppo", "--resume", str(tmp_path / "run")]) == 0
+    assert "nothing left to do: 64 of 64 frames; raise --total-frames" in capsys.readouterr().out
+
+
+def test_an_environment_of_one_s_own(tmp_path, capsys, monkeypatch):
+    (tmp_path / "my_own_envs.py").write_text(
+        "import gymnasium\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
+        "gymnasium.register('MyOwn-v0', entry_point=CartPoleEnv, max_episode_steps=20)\n"
+    )
+    (tmp_path / "broken_envs.py").write_text("import my_own_envz\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert train("--env.id", "my_own_envs:MyOwn-v0", "--out", "run") == 0
+    assert main(["export", "run", "bundle", "--targets", "c99"]) == 0
+    assert main(["export", "run", "bundle", "--targets", "c99"]) == 2
+    assert "--overwrite" in error_line(capsys)
+    assert "clip" not in load("bundle").contract["notes"]
+    for module, reason in (("no_such_envs", "No module named"), ("broken_envs", "my_own_envz")):
+        assert train("--env.id", f"{module}:MyOwn-v0", "--out", "other") == 2
+        line = error_line(capsys)
+        assert module in line and reason in line
+
+
+def test_export_fills_the_contract(tmp_path):
+    assert train("--out", tmp_path / "run") == 0
+    contract = contract_of_export(tmp_path)
+    assert contract["rate_hz"] == pytest.approx(20)
+    action, (term,) = contract["action"], contract["observations"]
+    assert (action["names"], action["low"], action["high"]) == (["action_0"], [-2.0], [2.0])
+    policy, _ = load_policy(tmp_path / "run")
+    norm = next(m for m in policy.modules() if isinstance(m, RunningNorm))
+    assert term["normalizer"]["where"] == "inside"
+    assert term["normalizer"]["mean"] == norm.mean.tolist() and norm.count > 0
+    assert term["normalizer"]["std"] == pytest.approx((norm.var + norm.eps).sqrt().tolist())
+
+
+def contract_of_export(folder):
+    assert main(["export", str(folder / "run"), str(folder / "bundle"), "--targets", "c99"]) == 0
+    return load(folder / "bundle").contract
+
+
+def test_explain_lists_a_file_and_calls_only_functions(tmp_path, capsys):
+    file = tmp_path / "room.py"
+    file.write_text(
+        "import torch\nfrom graphrl import KeyedGraph\n"
+        "graph = KeyedGraph((torch.tanh, ['x'], ['y']))\nnet = torch.nn.Linear(1, 1)\nnumber = 3\n"
+        "def make():\n    return graph\n"
+        "def sized(size):\n    return graph\n"
+    )
+    assert main(["explain", str(file)]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split("#")[0].split(":")[1].strip() for line in listed] == ["graph", "make"]
+    assert main(["explain", f"{file}:make"]) == 0
+    capsys.readouterr()
+    for name, message in (("net", "a Linear has no keys"), ("sized", "sized needs size")):
+        assert main(["explain", f"{file}:{name}"]) == 2
+        assert message in error_line(capsys)
 
 
 def test_explain(tmp_path, capsys):

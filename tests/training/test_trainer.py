@@ -1,3 +1,5 @@
+import importlib.util
+
 import gymnasium
 import numpy as np
 import pytest
@@ -124,7 +126,7 @@ def test_a_finished_run_is_not_overwritten_by_accident(tiny):
 
 def test_resume_with_other_networks(tiny):
     Trainer(tiny(), quiet=True).train()
-    with pytest.raises(CheckpointError, match="other"):
+    with pytest.raises(CheckpointError, match=r"num_cells=\(8,\), but num_cells=\(16,\)"):
         Trainer(tiny(num_cells=(16,)), resume=True, quiet=True)
 
 
@@ -177,3 +179,12 @@ def test_a_resumed_log_drops_what_came_after_the_checkpoint(tmp_path):
     log.log({"frames": 256, "mean_return": 1.0})
     log.close()
     assert [row["frames"] for row in read_csv(tmp_path / "progress.csv")] == [64, 128, 256]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_pictures_and_events_are_on_where_their_packages_are(tiny):
+    result = Trainer(tiny(tensorboard=None, curve=None), quiet=True).train()
+    for package, path in (("tensorboard", "tensorboard"), ("matplotlib", "curve.png")):
+        assert (result.folder / path).exists() == (importlib.util.find_spec(package) is not None)
+    off = Trainer(tiny(overwrite=True, out=str(result.folder.parent / "off")), quiet=True).train()
+    assert off.curve is None and not (off.folder / "tensorboard").exists()
