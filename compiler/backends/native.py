@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphrl.compiler.backends.base import Refusal
+from graphrl.compiler.backends.base import Refusal, written_input
 from graphrl.compiler.backends.c99.emit import Generated, generate
 from graphrl.compiler.backends.c99.nodes import Unsupported
 from graphrl.compiler.program import Program
@@ -46,6 +46,8 @@ class Native:
         for port in ports:
             if port.device.type != "cpu":
                 return Refusal(f"generated C runs on the CPU, and {_label(port)!r} is on {port.device}")
+        if (refusal := written_input(program)) is not None:
+            return refusal
         try:
             generate(program, embed=False)
         except Unsupported as problem:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphrl.compiler.backends.base import Refusal
+from graphrl.compiler.backends.base import Refusal, written_input
 from graphrl.compiler.backends.c99.nodes import Unsupported
 from graphrl.compiler.program import Program
 from graphrl.errors import CompileError, MissingExtraError, require_extra
@@ -65,7 +65,7 @@ class Onnx:
             build_model(program, embed=False)
         except Unsupported as problem:
             return Refusal(problem.explain(program))
-        return None
+        return written_input(program)
 
     def lower(self, program: Program) -> OnnxProgram:
         """A session for ``program``. Raises :class:`CompileError` when it is refused."""

@@ -148,3 +148,13 @@ def test_a_dictionary_with_one_key_is_an_example():
 
 def test_every_refusal_is_a_graphrl_error():
     assert all(issubclass(e, GraphRLError) for e in (ParityError, SpecError, TraceError))
+
+
+@pytest.mark.parametrize("backend", ["native", "onnx"])
+def test_a_graph_that_writes_into_its_input_is_refused_with_the_key(backend):
+    def shifted(x):
+        x.add_(1)
+        return x * 2
+
+    fast = grl.compile(grl.KeyedGraph((shifted, ["x"], ["y"])), {"x": torch.zeros(2, 3)}, backend=backend)
+    assert any("writes into its input 'x'" in refusal for refusal in fast.entries()[0].refusals)
