@@ -197,12 +197,16 @@ def _cells(row: BenchmarkRow) -> list[str]:
         return [row.name, "-", "-", "-", "-", row.note]
     return [
         row.name,
-        f"{row.median_us:.3g}" if row.median_us < 1000 else f"{row.median_us:.0f}",
-        f"{row.quartile_1_us:.3g}-{row.quartile_3_us:.3g}",
-        f"{row.ratio:.1f}",
+        _short(row.median_us),
+        f"{_short(row.quartile_1_us)}-{_short(row.quartile_3_us)}",
+        f"{row.ratio:.1f}" if row.ratio >= 0.95 else f"{row.ratio:.2g}",
         "" if row.compile_s is None else f"{row.compile_s:.1f}",
         "" if row.error is None else f"{row.error:.0e}",
     ]
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _worst(found: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
