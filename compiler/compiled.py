@@ -21,7 +21,7 @@ from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.trace import as_example, common_leading, trace
-from graphrl.compiler.undo import kept_random_state
+from graphrl.compiler.undo import Undo, kept_random_state
 from graphrl.compiler.verify import verify_lowered
 from graphrl.errors import GraphError, KeyMissingError, SpecError, did_you_mean
 from graphrl.graph import KeyedGraph
@@ -51,8 +51,9 @@ def compile(
     best runs it and ``grl.explain`` tells why; ``strict=True`` makes a refusal a :class:`CompileError`.
     verify: check each new program against float64 eager before its first use; a difference is a ``ParityError``.
 
-    Weights are read at every call: in-place loads, ``load_state_dict``, optimiser steps take effect at once. With
-    gradients enabled the result is differentiable (first order) with respect to inputs and weights.
+    Weights are read at every call: in-place loads, ``load_state_dict``, optimiser steps take effect at once. Python
+    values that a module reads (``dropout.p``, an attribute of yours) are read once, when it is compiled. With gradients
+    enabled the result is differentiable (first order) with respect to inputs and weights.
     """
     if not isinstance(graph, TensorDictModuleBase):
         graph = KeyedGraph(graph)
@@ -164,7 +165,7 @@ class CompiledGraph(TensorDictModuleBase):
         if len(inputs) != len(self.in_keys):
             raise SpecError(f"got {len(inputs)} tensors, expected {len(self.in_keys)}: {self.in_keys}")
         if is_in_torch_dispatch_mode():
-            return tuple(self._run_eagerly(inputs, torch.Size(common_leading(inputs))))
+            return tuple(self._run_eagerly(inputs, torch.Size([])))
         return tuple(self._run(inputs, None))
 
     def call_into(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -270,8 +271,8 @@ class CompiledGraph(TensorDictModuleBase):
         fixed = (signature, self._modes.now(), self._needs_grad(inputs))
         with self._lock, kept_random_state():
             if batch_size is None:  # plain tensors: any program for them will do
-                same = (key[3] for key in self._entries if key[:3] == fixed)
-                batch_size = next(same, torch.Size(common_leading(inputs)))
+                same = next((key[3] for key in self._entries if key[:3] == fixed), None)
+                batch_size = self._guess_batch_size(inputs) if same is None else same
             key = (*fixed, batch_size)
             entry = self._entries.get(key)
             if entry is None:
@@ -281,6 +282,20 @@ class CompiledGraph(TensorDictModuleBase):
                 self._entries[key] = entry
             self._last = key, entry
         return entry
+
+    def _guess_batch_size(self, inputs: Sequence[Tensor]) -> torch.Size:
+        """The leading dims plain tensors share, as in the TensorDict they probably come from; none where an output
+        lacks them, as the last state of a sequence does."""
+        guess = torch.Size(common_leading(inputs))
+        undo = Undo()
+        try:
+            with torch.no_grad(), undo:
+                self._run_eagerly(inputs, guess)
+        except Exception:  # whatever is wrong is said when the graph is traced
+            return torch.Size([])
+        finally:
+            undo.restore()
+        return guess
 
     def _build(self, inputs: Sequence[Tensor], batch_size: torch.Size, grad: bool) -> Entry:
         example = self._example(inputs, batch_size)

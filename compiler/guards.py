@@ -43,7 +43,8 @@ class Modes:
         """The present modes, hashable and comparable."""
         return (
             interaction_type(),
-            torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
+            torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
             *[m.training for m in self.modules],
         )
 

@@ -61,11 +61,13 @@ class Onnx:
                 return Refusal(f"this backend runs ONNX Runtime on the CPU, and {port} is on {port.device}")
             if 0 in port.shape:
                 return Refusal(f"ONNX Runtime cannot bind {port}, which has no elements")
+        if (refusal := written_input(program)) is not None:
+            return refusal
         try:
             build_model(program, embed=False)
         except Unsupported as problem:
             return Refusal(problem.explain(program))
-        return written_input(program)
+        return None
 
     def lower(self, program: Program) -> OnnxProgram:
         """A session for ``program``. Raises :class:`CompileError` when it is refused."""

@@ -73,7 +73,7 @@ class CPolicy:
                 raise ValueError(f"{key!r} is missing: this policy reads {list(self._into)}, got {list(observation)}")
             value = np.asarray(observation[key])
             row = target.shape[1:] if target.shape[:1] == (1,) else target.shape
-            if value.shape not in (target.shape, row, (1, *row)):
+            if value.shape not in (target.shape, row, (1, *target.shape)):
                 raise ValueError(f"{key!r} has shape {value.shape}, expected {target.shape}")
             if value.dtype.kind not in "fiub":
                 raise ValueError(f"{key!r} is {value.dtype}, expected real numbers")

@@ -560,7 +560,7 @@ def test_a_step_that_depends_on_python_state_is_found_out():
         calls.append(1)
         return {"count": td["x"].sum() * 0 + len(calls)}
 
-    with pytest.raises(ParityError, match="'count'.*does it depend on Python state"):
+    with pytest.raises(ParityError, match="'count'.*Does the step depend on Python state"):
         grl.compile_update(step, batch(), backend="eager")
 
 
