@@ -4,6 +4,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 READY = .venv/.ready-$(shell cat pyproject.toml setup.py constraints.txt kernels/csrc/* kernels/*/*.cpp 2>/dev/null | cksum | cut -d' ' -f1)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+export GRAPHRL_CACHE_DIR ?= $(CURDIR)/.cache/graphrl
 
 .PHONY: demo test check bench clean
 demo: $(READY)
