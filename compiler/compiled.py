@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from graphrl.compiler.backends import get_backend
-from graphrl.compiler.differentiate import Differentiable, lower_differentiable
+from graphrl.compiler.differentiate import lower_differentiable
 from graphrl.compiler.guards import Bound, Modes, StateChanged
 from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
-from graphrl.compiler.trace import as_example, common_leading, trace
+from graphrl.compiler.trace import as_example, common_leading, missing_key, trace
 from graphrl.compiler.undo import Undo, kept_random_state
 from graphrl.compiler.verify import verify_lowered
 from graphrl.errors import GraphError, KeyMissingError, SpecError, did_you_mean
@@ -136,28 +136,18 @@ class CompiledGraph(TensorDictModuleBase):
         for key in self.in_keys:
             value = tensordict.get(key, None)
             if value is None:
-                present = list(tensordict.keys(True, True))
-                raise KeyMissingError(
-                    f"{type(self.graph).__name__} reads {key!r}, but the batch {list(tensordict.batch_size)} has "
-                    f"{present}.{did_you_mean(key, present)}"
-                )
+                raise missing_key(self.graph, key, tensordict, f"batch {list(tensordict.batch_size)}")
             inputs.append(value)
         outputs = self._run(inputs, tensordict.batch_size)
         if self._returns_new:
             return TensorDict(dict(zip(self.out_keys, outputs, strict=True)), batch_size=[])
-        if tensordict.is_locked:
-            for key, value in zip(self.out_keys, outputs, strict=True):
-                tensordict.set(key, value)  # raises as eager does
-            return tensordict
-        if type(tensordict) is TensorDict and tensordict.device is None:
-            for key, value in zip(self.out_keys, outputs, strict=True):
-                if type(key) is str:
-                    tensordict._set_str(key, value, inplace=False, validated=True, non_blocking=False)
-                else:
-                    tensordict.set(key, value)
-            return tensordict
+        # set does more: it moves to the batch's device, and raises for a locked batch as eager does
+        plain = type(tensordict) is TensorDict and tensordict.device is None and not tensordict.is_locked
         for key, value in zip(self.out_keys, outputs, strict=True):
-            tensordict.set(key, value)
+            if plain and type(key) is str:
+                tensordict._set_str(key, value, inplace=False, validated=True, non_blocking=False)
+            else:
+                tensordict.set(key, value)
         return tensordict
 
     def call(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -308,7 +298,10 @@ class CompiledGraph(TensorDictModuleBase):
             if grad:
                 pair = lower_differentiable(self.graph, example, needs, self.backend, self.strict, self.verify)
                 if pair is not None:
-                    return self._entry(pair, reason, time.perf_counter() - start)
+                    seconds = time.perf_counter() - start
+                    return Entry(
+                        pair.forward, pair.backend, pair.refusals, seconds, reason, pair.parity, pair.run, True
+                    )
             with torch.no_grad():
                 program = run_passes(trace(self.graph, example))
                 lowered, name, refusals = lower_with_fallback(program, self.backend, self.strict)
@@ -317,9 +310,6 @@ class CompiledGraph(TensorDictModuleBase):
         bound = Bound(program, lowered)
         run = torch.no_grad()(bound) if grad else bound  # nothing in it carries gradient
         return Entry(program, name, refusals, time.perf_counter() - start, reason, parity, run, False)
-
-    def _entry(self, pair: Differentiable, reason: str, seconds: float) -> Entry:
-        return Entry(pair.forward, pair.backend, pair.refusals, seconds, reason, pair.parity, pair.run, True)
 
     def _eager_entry(self, example: TensorDictBase, reason: str) -> Entry:
         def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_leaves
 import graphrl
 from graphrl.compiler.lowering import lift_state, mark_mutated, module_slots, normalize
 from graphrl.compiler.passes.lift_random import lift_random
-from graphrl.compiler.program import Port, Program, StateSlot
+from graphrl.compiler.program import Port, Program
 from graphrl.compiler.undo import Undo
 from graphrl.errors import KeyMissingError, SpecError, TraceError, did_you_mean
 from graphrl.graph import KeyedGraph
 from graphrl.keys import DISCARD, Key, normalize_keys
 
-__all__ = ["JointProgram", "as_example", "common_leading", "trace", "trace_joint"]
+__all__ = ["JointProgram", "as_example", "common_leading", "missing_key", "trace", "trace_joint"]
 
 
 def trace(graph: TensorDictModuleBase, example: TensorDictBase | dict[Key, Tensor]) -> Program:
@@ -171,13 +171,18 @@ def common_leading(tensors: Sequence[Tensor]) -> list[int]:
     return sizes
 
 
+def missing_key(graph: TensorDictModuleBase, key: Key, found: TensorDictBase, called: str) -> KeyMissingError:
+    """The error for a TensorDict, ``called`` an example or a batch, that lacks a key the graph reads."""
+    present = list(found.keys(True, True))
+    return KeyMissingError(
+        f"{type(graph).__name__} reads {key!r}, but the {called} has {present}.{did_you_mean(key, present)}"
+    )
+
+
 def _leaf(example: TensorDictBase, key: Key, graph: TensorDictModuleBase) -> Tensor:
     value = example.get(key, None)
     if value is None:
-        present = list(example.keys(True, True))
-        raise KeyMissingError(
-            f"{type(graph).__name__} reads {key!r}, but the example has {present}.{did_you_mean(key, present)}"
-        )
+        raise missing_key(graph, key, example, "example")
     if not isinstance(value, Tensor):
         raise SpecError(f"{key!r} is a {type(value).__name__} in the example: a program takes tensors; name its leaves")
     return value.detach()
@@ -283,7 +288,3 @@ def _user_line(error: BaseException) -> str:
 _NOT_USER = tuple(str(Path(str(m.__file__)).parent) for m in (torch, tensordict, graphrl)) + (
     str(Path(__file__).parent),
 )
-
-
-Traceable = Callable[..., tuple[Tensor, ...]]
-State = list[StateSlot]

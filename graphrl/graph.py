@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -461,7 +461,3 @@ def node_error(
         except (TypeError, ValueError):
             takes = ""
     return GraphError(f"{where} failed on {reads}{takes}: {first_line}")
-
-
-NodeLike = TensorDictModuleBase | tuple[Callable[..., Any], list[Key], list[Key]]
-"""What :class:`KeyedGraph` takes as a node."""

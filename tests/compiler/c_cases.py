@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from graphrl.compiler.backends.base import Backend
 from graphrl.compiler.program import Program
 from graphrl.compiler.trace import trace
 from graphrl.graph import KeyedGraph
@@ -36,6 +37,28 @@ class Case:
         generator = torch.Generator().manual_seed(0)
         made = [torch.randn(B, 7, generator=generator) * 2 for _ in range(self.inputs)]
         return [x.abs() + 0.01 for x in made] if self.positive else made
+
+
+def run_together(
+    chosen_from: list[Case], backend: Backend, prepare: Callable[[Program], Program]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """All cases as one program for each kind of input, so that they also share scratch memory: (found, wanted)."""
+    results = {}
+    for positive in (False, True):
+        chosen = [c for c in chosen_from if c.positive == positive]
+        graph = KeyedGraph(*((c.fn, ["x0", "x1"][: c.inputs], [c.name]) for c in chosen))
+        widest = max(chosen, key=lambda c: c.inputs)
+        inputs = TensorDict(dict(zip(("x0", "x1"), widest.values(), strict=True)), batch_size=[3])
+        program = prepare(trace(graph, inputs))
+        arguments = program.arguments([inputs[k] for k in program.in_keys])
+        found, wanted = backend.lower(program)(arguments), program.graph_module(*arguments)
+        results.update(dict(zip(program.out_keys, zip(found, wanted, strict=True), strict=True)))
+    return results
+
+
+def assert_equal(case: Case, found: Tensor, wanted: Tensor) -> None:
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    assert ((found.double() - wanted.double()).abs() <= case.tolerance * (1 + wanted.double().abs())).all()
 
 
 def cases() -> list[Case]:

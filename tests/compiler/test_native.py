@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from c_cases import Case, cases
+from c_cases import Case, assert_equal, cases, run_together
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
@@ -48,25 +48,12 @@ CASES = cases()
 
 @pytest.fixture(scope="module")
 def together() -> dict[str, tuple[Tensor, Tensor]]:
-    """All cases as one program for each kind of input, so that they also share scratch memory: (found, wanted)."""
-    results = {}
-    for positive in (False, True):
-        chosen = [c for c in CASES if c.positive == positive]
-        graph = KeyedGraph(*((c.fn, ["x0", "x1"][: c.inputs], [c.name]) for c in chosen))
-        widest = max(chosen, key=lambda c: c.inputs)
-        inputs = TensorDict(dict(zip(("x0", "x1"), widest.values(), strict=True)), batch_size=[3])
-        program = run_passes(trace(graph, inputs))
-        arguments = program.arguments([inputs[k] for k in program.in_keys])
-        found, wanted = BACKEND.lower(program)(arguments), program.graph_module(*arguments)
-        results.update(dict(zip(program.out_keys, zip(found, wanted, strict=True), strict=True)))
-    return results
+    return run_together(CASES, BACKEND, run_passes)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_operation_equals_eager(case: Case, together: dict[str, tuple[Tensor, Tensor]]) -> None:
-    found, wanted = together[case.name]
-    assert found.shape == wanted.shape and found.dtype == wanted.dtype
-    assert ((found.double() - wanted.double()).abs() <= case.tolerance * (1 + wanted.double().abs())).all()
+    assert_equal(case, *together[case.name])
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2, 5, 15, 16, 37])

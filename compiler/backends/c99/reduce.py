@@ -31,8 +31,6 @@ _ROW_VALUE = {
 }
 """C expression of one output from its row ``x`` of ``n`` numbers."""
 
-_ROW_MAP = {"_softmax": "exp", "_log_softmax": "log"}
-
 REDUCTIONS = frozenset(
     "sum.dim_IntList sum.default mean.dim mean.default amax.default amin.default argmax.default argmin.default "
     "prod.dim_int prod.default var.correction linalg_vector_norm.default any.dim any.default any.dims "
