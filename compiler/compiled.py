@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from graphrl.compiler.backends import get_backend
 from graphrl.compiler.differentiate import lower_differentiable
 from graphrl.compiler.guards import Bound, Modes, StateChanged
 from graphrl.compiler.lower import lower_with_fallback
+from graphrl.compiler.passes.guard_nonfinite import guard_writes
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.trace import as_example, common_leading, missing_key, trace
@@ -296,18 +298,19 @@ class CompiledGraph(TensorDictModuleBase):
         start = time.perf_counter()
         with step_line(f"compile {type(self.graph).__name__} with {self.backend}"):
             if grad:
-                pair = lower_differentiable(self.graph, example, needs, self.backend, self.strict, self.verify)
+                eager = partial(self._run_eagerly, batch_size=batch_size)
+                pair = lower_differentiable(self.graph, example, needs, self.backend, self.strict, self.verify, eager)
                 if pair is not None:
                     seconds = time.perf_counter() - start
                     return Entry(
                         pair.forward, pair.backend, pair.refusals, seconds, reason, pair.parity, pair.run, True
                     )
             with torch.no_grad():
-                program = run_passes(trace(self.graph, example))
+                program = guard_writes(run_passes(trace(self.graph, example, recheck=True)))
                 lowered, name, refusals = lower_with_fallback(program, self.backend, self.strict)
                 tensors = [example.get(k).contiguous() for k in self.in_keys]
                 parity = verify_lowered(program, lowered, name, program.arguments(tensors)) if self.verify else None
-        bound = Bound(program, lowered)
+        bound = Bound(program, lowered, partial(self._run_eagerly, batch_size=batch_size))
         run = torch.no_grad()(bound) if grad else bound  # nothing in it carries gradient
         return Entry(program, name, refusals, time.perf_counter() - start, reason, parity, run, False)
 

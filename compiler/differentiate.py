@@ -11,9 +11,11 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, fx
 
+from graphrl.compiler.checks import CHECKED
 from graphrl.compiler.guards import LiveState
 from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.lowering import module_slots
+from graphrl.compiler.passes.guard_nonfinite import guard_writes
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.trace import JointProgram, trace_joint
@@ -44,13 +46,16 @@ def lower_differentiable(
     backend: str,
     strict: bool,
     verify: bool,
+    eager: Callable[[Sequence[Tensor]], Sequence[Tensor]],
 ) -> Differentiable | None:
-    """Trace, cut and lower ``graph`` with its gradients; ``None`` when nothing it computes carries gradient."""
+    """Trace, cut and lower ``graph`` with its gradients; ``None`` when nothing it computes carries gradient.
 
+    ``eager`` runs in the program's place where a check of the traced code would fail.
+    """
     joint = trace_joint(graph, example, inputs_need_grad)
     if joint is None:
         return None
-    whole = replace(joint, program=run_passes(joint.program))
+    whole = replace(joint, program=guard_writes(run_passes(joint.program)))
     forward, backward, saved_from = split(whole)
     run_forward, name, refusals = lower_with_fallback(forward, backend, strict)
     run_backward, back_name, more = lower_with_fallback(backward, backend, strict)
@@ -69,11 +74,12 @@ def lower_differentiable(
     unread = _unread_targets(whole)
     reads = [slot.read for slot in module_slots([("", graph)]).values() if slot.name in unread]
     function = _autograd_function(whole, unread, saved_from, run_forward, run_backward)
-    n_out = len(whole.outputs)
+    checked = whole.outputs[-1].key == CHECKED
+    n_out = len(whole.outputs) - checked
 
     def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         outputs = function.apply(*inputs, *live(), *(draw() for draw in draws), *(read() for read in reads))
-        return outputs[:n_out]
+        return eager(inputs) if checked and not outputs[n_out] else outputs[:n_out]
 
     return Differentiable(forward, backward, name, (*refusals, *more), parity, run)
 

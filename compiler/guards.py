@@ -10,8 +10,10 @@ import torch
 from tensordict.nn import TensorDictModule
 from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from graphrl.compiler.backends import Lowered
+from graphrl.compiler.checks import CHECKED
 from graphrl.compiler.program import Program
 from graphrl.graph import KeyedGraph
 
@@ -26,7 +28,7 @@ _MODELESS = {
 
 
 class Modes:
-    """The modes a trace depends on: train/eval flags, TensorDict's interaction type, autocast."""
+    """The modes a trace depends on: train/eval flags, TensorDict's interaction type, autocast, argument checks."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = [m for m in modules if type(m) not in _MODELESS]
@@ -45,6 +47,7 @@ class Modes:
             interaction_type(),
             torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            Distribution._validate_args,
             *[m.training for m in self.modules],
         )
 
@@ -83,9 +86,16 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class Bound:
-    """A lowered program as a function of the inputs alone: gathers the live state, draws the noise, runs."""
+    """A lowered program as a function of the inputs alone: gathers the live state, draws the noise, runs.
 
-    def __init__(self, program: Program, lowered: Lowered) -> None:
+    Where a check of the traced code would fail, ``eager`` runs instead and raises the code's own error.
+    """
+
+    def __init__(
+        self, program: Program, lowered: Lowered, eager: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    ) -> None:
+        self._eager = eager
+        self._checked = program.outputs[-1:] != () and program.outputs[-1].key == CHECKED
         self._live = LiveState(program)
         self._lowered = lowered
         self._noise = program.noise
@@ -93,16 +103,23 @@ class Bound:
         self._mine = threading.local()
         self._write_into = getattr(lowered, "call_into", None)
         self._row_draws: tuple[int, list[Tensor]] | None = None
+        self._row_flags: Tensor | None = None
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run on plain tensors in ``in_keys`` order."""
-        return self._lowered([*inputs, *self._live(), *self._draws()])
+        outputs = self._lowered([*inputs, *self._live(), *self._draws()])
+        if not self._checked:
+            return outputs
+        *outputs, passed = outputs
+        return outputs if passed else self._eager(inputs)
 
     def into(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Run and leave the results in ``outputs``."""
         if self._write_into is not None and all(t.is_contiguous() for t in outputs):
-            self._write_into([*inputs, *self._live(), *self._draws()], outputs)
-            return
+            flag = [torch.empty((), dtype=torch.bool)] if self._checked else []
+            self._write_into([*inputs, *self._live(), *self._draws()], [*outputs, *flag])
+            if not flag or flag[0]:
+                return
         for target, value in zip(outputs, self(inputs), strict=True):
             target.copy_(value)
 
@@ -115,7 +132,24 @@ class Bound:
             draws = [torch.empty(len(inputs), *n.shape, dtype=n.dtype, device=n.device) for n in self._noise]
             self._row_draws = (len(inputs), draws)
         draws = [n.redraw(rows) for n, rows in zip(self._noise, self._row_draws[1], strict=True)]
-        return bind_rows(inputs, self._live(), draws, outputs)
+        if not self._checked:
+            return bind_rows(inputs, self._live(), draws, outputs)
+        if self._row_flags is None or len(self._row_flags) != len(inputs):
+            self._row_flags = torch.empty(len(inputs), dtype=torch.bool)
+            self._flagged: tuple[Any, list[Any]] = (None, [])
+        if self._flagged[0] is not outputs:
+            self._flagged = (outputs, [(*row, flag) for row, flag in zip(outputs, self._row_flags, strict=True)])
+        step, passed = bind_rows(inputs, self._live(), draws, self._flagged[1]), self._row_flags.numpy()
+        if step is None:
+            return None
+
+        def checked(t: int) -> None:
+            step(t)
+            if not passed[t]:
+                for target, value in zip(outputs[t], self._eager(inputs[t]), strict=True):
+                    target.copy_(value)
+
+        return checked
 
     def _draws(self) -> Sequence[Tensor]:
         if not self._noise:

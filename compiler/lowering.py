@@ -51,19 +51,22 @@ def lift_state(traced: fx.GraphModule, known: dict[int, StateSlot]) -> tuple[fx.
     anchor = last[-1] if last else None
     lifted: dict[int, fx.Node] = {}
     slots: list[StateSlot] = []
+    same_memory = {_memory(slot.read()): key for key, slot in known.items()}
     for node in list(graph.nodes):
         if node.op == "get_attr":
             tensor = getattr(traced, node.target)
-            if id(tensor) not in lifted:
-                slot = known.get(id(tensor))
+            # p.data and p.detach() are other objects over the memory of p: the same state
+            place = id(tensor) if id(tensor) in known else same_memory.get(_memory(tensor), id(tensor))
+            if place not in lifted:
+                slot = known.get(place)
                 if slot is None:
                     name, kind = ("constant", "constant") if _is_literal(node) else ("captured", "buffer")
                     slot = StateSlot.of(f"{name}_{len(slots)}", Fixed(tensor), kind)
                 with graph.inserting_after(anchor) if anchor else graph.inserting_before(next(iter(graph.nodes))):
                     anchor = graph.placeholder(f"state_{len(slots)}")
-                lifted[id(tensor)] = anchor
+                lifted[place] = anchor
                 slots.append(slot)
-            node.replace_all_uses_with(lifted[id(tensor)])
+            node.replace_all_uses_with(lifted[place])
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
         if "_record_function" in str(node.target):  # optimisers mark their step for the profiler
@@ -72,6 +75,12 @@ def lift_state(traced: fx.GraphModule, known: dict[int, StateSlot]) -> tuple[fx.
             node.target = torch.ops.aten._native_batch_norm_legit.default  # the same, but it declares its writes
     graph.lint()
     return fx.GraphModule(traced, graph), slots
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """What two names of the same numbers have in common; an empty tensor has none with another."""
+    place = tensor.data_ptr() if tensor.numel() else id(tensor)
+    return place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _is_literal(node: fx.Node) -> bool:

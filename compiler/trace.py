@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import traceback
-import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import tensordict
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-import graphrl
+from graphrl.compiler.checks import CHECKED, Checks
 from graphrl.compiler.lowering import lift_state, mark_mutated, module_slots, normalize
 from graphrl.compiler.passes.lift_random import lift_random
 from graphrl.compiler.program import Port, Program
+from graphrl.compiler.tracing import tracing
 from graphrl.compiler.undo import Undo
 from graphrl.errors import KeyMissingError, SpecError, TraceError, did_you_mean
 from graphrl.graph import KeyedGraph
@@ -31,12 +26,16 @@ from graphrl.keys import DISCARD, Key, normalize_keys
 __all__ = ["JointProgram", "as_example", "common_leading", "missing_key", "trace", "trace_joint"]
 
 
-def trace(graph: TensorDictModuleBase, example: TensorDictBase | dict[Key, Tensor]) -> Program:
+def trace(
+    graph: TensorDictModuleBase, example: TensorDictBase | dict[Key, Tensor], *, recheck: bool = False
+) -> Program:
     """Lower ``graph`` to one program for inputs shaped like ``example``.
 
     The graph runs once on the example and everything it changed is put back: weights, buffers, random generators.
     Weights stay live: the program reads them from the graph's modules at each call. The present modes are traced
     (train/eval flags, TensorDict interaction type, autocast). Random draws become inputs, see :class:`Noise`.
+    Asserts on values are answered from the example and listed in ``program.assumptions``; with ``recheck`` the program
+    tests them, and the argument checks of distributions, at each call: its last output then tells whether they hold.
 
     graph: a :class:`KeyedGraph` or any ``tensordict.nn`` module. example: holds ``graph.in_keys``.
     Raises :class:`KeyMissingError` for a missing key and :class:`TraceError` where the code cannot be lowered, such as
@@ -44,9 +43,11 @@ def trace(graph: TensorDictModuleBase, example: TensorDictBase | dict[Key, Tenso
     """
     example = as_example(example)
     signature = _Signature(graph, example)
-    with torch.no_grad(), tracing(type(graph).__name__):
+    with torch.no_grad(), tracing(type(graph).__name__, recheck) as checks:
         with Undo() as undo:
-            traced = make_fx(signature.run)(*signature.tensors)
+            traced = make_fx(lambda *tensors: signature.run(*tensors, checks=checks if recheck else None))(
+                *signature.tensors
+            )
         undo.restore()
     slots = module_slots([("", graph)])
     traced, used = lift_state(traced, slots)
@@ -54,7 +55,7 @@ def trace(graph: TensorDictModuleBase, example: TensorDictBase | dict[Key, Tenso
     normal = normalize(traced, tensors)
     state = mark_mutated(normal.graph, len(signature.tensors), used)
     program = Program(normal, signature.inputs, signature.outputs(normal), state, name=_name(graph))
-    return lift_random(program)
+    return lift_random(replace(program, assumptions=tuple(checks.lines)))
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def trace_joint(
 
     def joint(*tensors: Tensor) -> tuple[Tensor, ...]:
         inner, ct = tensors[: len(leaves)], tensors[len(leaves) :]
-        outputs = signature.run(*inner)
+        outputs = signature.run(*inner, checks=checks)
         wanted: list[tuple[tuple[str, int | str], Tensor]] = [
             (("input", i), t) for i, t in enumerate(inner) if t.requires_grad
         ]
@@ -103,7 +104,7 @@ def trace_joint(
         targets.extend(t for (t, _), g in zip(wanted, grads, strict=True) if g is not None)
         return (*(t.detach() for t in outputs), *(g for g in grads if g is not None))
 
-    with torch.enable_grad(), tracing(type(graph).__name__):
+    with torch.enable_grad(), tracing(type(graph).__name__, recheck=True) as checks:
         with Undo(parameters.values()) as undo:
             traced = make_fx(joint)(*leaves, *cotangents)
         undo.restore()
@@ -116,6 +117,7 @@ def trace_joint(
     cotangent_ports = tuple(Port(("cotangent", str(i)), tuple(c.shape), c.dtype, c.device)
                             for i, c in zip(differentiable, cotangents, strict=True))  # fmt: skip
     program = Program(normal, (*signature.inputs, *cotangent_ports), (*ports, *gradients), state, name=_name(graph))
+    program = replace(program, assumptions=tuple(checks.lines))
     return JointProgram(lift_random(program), ports, differentiable, tuple(targets))
 
 
@@ -130,7 +132,8 @@ class _Signature:
         self.tensors = [_leaf(example, key, graph) for key in self.in_keys]
         self.inputs = tuple(Port.of(k, t) for k, t in zip(self.in_keys, self.tensors, strict=True))
 
-    def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def run(self, *tensors: Tensor, checks: Checks | None = None) -> tuple[Tensor, ...]:
+        """The outputs and, given ``checks``, the flag that tells whether those made on the way hold."""
         td = TensorDict({}, batch_size=self.batch_size)
         for key, tensor in zip(self.in_keys, tensors, strict=True):
             td.set(key, tensor)
@@ -139,10 +142,12 @@ class _Signature:
         for key, value in zip(self.out_keys, values, strict=True):
             if not isinstance(value, Tensor):
                 raise TraceError(f"out_key {key!r} is a {type(value).__name__}: only tensors can leave a program")
-        return tuple(values)
+        flag = checks.combined() if checks is not None else ()
+        self.keys = [*self.out_keys, *([CHECKED] * len(flag))]
+        return (*values, *flag)
 
     def outputs(self, traced: fx.GraphModule) -> tuple[Port, ...]:
-        return tuple(Port.of(k, v) for k, v in zip(self.out_keys, _values(traced), strict=False))
+        return tuple(Port.of(k, v) for k, v in zip(self.keys, _values(traced), strict=False))
 
 
 def _values(traced: fx.GraphModule) -> list[Tensor]:
@@ -195,96 +200,3 @@ def _name(graph: Any) -> str:
         if type(graph) is KeyedGraph
         else "".join("_" + c.lower() if c.isupper() else c for c in name).strip("_")
     )
-
-
-class _ShapeFromValues(Exception):
-    """An operation whose result has as many entries as its input's values say."""
-
-
-_SHAPE_FROM_VALUES = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
-
-
-class _TraceableCalls(TorchFunctionMode):
-    """Refuses operations whose result's shape depends on values, while the user's line is still known.
-
-    Lets optimiser arithmetic take 0-d tensors where ATen wants numbers: ``p.add_(g, alpha=lr)``, ``lr`` a tensor. Eager
-    would call ``.item()`` there, which would freeze the learning rate into the program.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if name in _SHAPE_FROM_VALUES or (name == "where" and len(args) + len(kwargs) == 1):
-            raise _ShapeFromValues(name)
-        if name == "__getitem__" and any(_is_mask(i) for i in (args[1] if isinstance(args[1], tuple) else args[1:])):
-            raise _ShapeFromValues("indexing with a mask")
-        if isinstance(kwargs.get("alpha"), Tensor) and name in ("add", "add_", "sub", "sub_"):
-            args = (args[0], args[1] * kwargs.pop("alpha"))
-        elif isinstance(kwargs.get("value"), Tensor) and name in ("addcdiv", "addcdiv_", "addcmul", "addcmul_"):
-            update = (args[1] / args[2] if "div" in name else args[1] * args[2]) * kwargs.pop("value")
-            func = Tensor.add_ if name.endswith("_") else Tensor.add
-            args = (args[0], update)
-        return func(*args, **kwargs)
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
-@contextlib.contextmanager
-def tracing(what: str) -> Iterator[None]:
-    """The state in which code is traced: distribution checks off, tracer errors turned into :class:`TraceError`."""
-    validate = torch.distributions.Distribution._validate_args
-    mkldnn = torch._C._get_mkldnn_enabled()
-    torch.distributions.Distribution.set_default_validate_args(False)
-    try:
-        torch._C._set_mkldnn_enabled(False)  # an LSTM must show its products, not one call of a CPU library
-        with _TraceableCalls(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*treespec.*")
-            yield
-    except _ShapeFromValues as error:
-        raise TraceError(
-            f"{what} makes a tensor whose shape depends on values ({error}), at {_user_line(error)}: a program has "
-            "fixed shapes. Keep every entry and use torch.where, or multiply by the mask"
-        ) from error
-    except Exception as error:
-        if any(sign in str(cause) for cause in _causes(error) for sign in _VALUE_SIGNS):
-            raise TraceError(
-                f"{what} needs a tensor's value while it is traced, at {_user_line(error)}: a program cannot branch on "
-                "values. Use torch.where or torch.cond there instead of Python's if, bool(), float() or .item()"
-            ) from error
-        raise
-    finally:
-        torch.distributions.Distribution.set_default_validate_args(validate)
-        torch._C._set_mkldnn_enabled(mkldnn)
-
-
-_VALUE_SIGNS = (
-    "get value out of a tracing tensor",
-    "data-dependent",
-    "Cannot access data pointer of Tensor",
-)
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(cause)
-    return chain
-
-
-def _user_line(error: BaseException) -> str:
-    """The innermost source line that is in neither torch nor graphrl."""
-    found = "an unknown line"
-    for cause in reversed(_causes(error)):
-        for frame in traceback.extract_tb(cause.__traceback__):
-            if not any(part in frame.filename for part in _NOT_USER) and frame.filename[0] != "<":
-                found = f"{frame.filename}:{frame.lineno}"
-        if found != "an unknown line":
-            return f"{found}"
-    return found
-
-
-_NOT_USER = tuple(str(Path(str(m.__file__)).parent) for m in (torch, tensordict, graphrl)) + (
-    str(Path(__file__).parent),
-)

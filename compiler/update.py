@@ -183,7 +183,7 @@ class _UpdateEntry:
         self._trained = [t.requires_grad for t in self._parameters]
         undo = Undo(grads_of.values())
         try:
-            with torch.enable_grad(), optimizers.traceable(), tracing("the update"), undo:
+            with torch.enable_grad(), optimizers.traceable(), tracing("the update", recheck=True), undo:
                 traced = make_fx(run)(*tensors)
             self._left_with_grad = [t for t in grads_of.values() if t.grad is not None]
         finally:

@@ -319,6 +319,13 @@ def _fmod(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
     return w.op("Mod", w.read(args["self"], dtype), w.read(args["other"], dtype), fmod=1)
 
 
+def _remainder(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
+    dtype = value_of(node).dtype
+    if dtype.is_floating_point:
+        raise Unsupported("remainder of floating-point numbers has no ONNX form here", node)
+    return w.op("Mod", w.read(args["self"], dtype), w.read(args["other"], dtype))
+
+
 def _softmax(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
     dim = args["dim"] % max(len(value_of(node).shape), 1)
     w.fixes_batch(node, [dim])
@@ -399,7 +406,8 @@ _HANDLERS: dict[str, Callable[[Writer, fx.Node, dict[str, Any]], Any]] = {
     "expand": _expand, "slice": _slice, "select": _select, "unbind": _unbind, "flip": _flip, "cat": _cat,
     "constant_pad_nd": _pad, "repeat": _repeat, "index": _index, "where": _where, "elu": _elu, "gelu": _gelu,
     "silu": _silu, "log1p": _log1p, "expm1": _expm1, "rsqrt": _rsqrt, "leaky_relu": _leaky_relu, "_to_copy": _cast,
-    "arange": _arange, "fmod": _fmod, "cumsum": _cumsum, "var": _variance, "native_layer_norm": _layer_norm,
+    "arange": _arange, "fmod": _fmod, "remainder": _remainder,
+    "cumsum": _cumsum, "var": _variance, "native_layer_norm": _layer_norm,
     "trunc": lambda w, node, args: _truncate(w, w.names[args["self"]]),
     "copy": lambda w, node, args: w.op("Expand", _read_source(w, node, args), w.ints(value_of(node).shape)),
     "embedding": lambda w, node, args: w.op("Gather", w.names[args["weight"]], w.names[args["indices"]], axis=0),

@@ -148,6 +148,15 @@ def _rounded_division(node: fx.Node, read: Read, dtype: torch.dtype) -> str:
     return {"floor": f"floorf{text}", "trunc": f"truncf{text}", None: text}[args["rounding_mode"]]
 
 
+def _remainder(node: fx.Node, read: Read, dtype: torch.dtype) -> str:
+    args = arguments(node)
+    divisor = args["other"]
+    if dtype.is_floating_point or isinstance(divisor, fx.Node) or divisor == 0:
+        raise Unsupported("remainder is supported for integers by a number other than 0 only", node)
+    by = literal(divisor, dtype)
+    return f"(({read(args['self'], dtype)} % {by} + {by}) % {by})"  # C's remainder has the dividend's sign
+
+
 def _bitwise(sign: str) -> Callable[[fx.Node, Read, torch.dtype], str]:
     def write(node: fx.Node, read: Read, dtype: torch.dtype) -> str:
         if dtype != torch.bool:
@@ -173,6 +182,7 @@ _SPECIAL: dict[str, Callable[[fx.Node, Read, torch.dtype], str]] = {
     "clone.default": _cast,
     "copy.default": lambda node, read, dtype: read(arguments(node)["src"], dtype),
     "div.Tensor_mode": _rounded_division,
+    "remainder.Scalar": _remainder,
     "bitwise_and.Tensor": _bitwise("&"),
     "bitwise_or.Tensor": _bitwise("|"),
     "bitwise_xor.Tensor": _bitwise("^"),

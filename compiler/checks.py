@@ -1,0 +1,79 @@
+"""Checks on tensors' values in traced code: answered from the example, then kept in the program."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+__all__ = ["CHECKED", "Checks"]
+
+CHECKED = ("graphrl", "checked")
+"""Key of a program's last output where traced code made checks: a 0-d flag, true when all would pass again."""
+
+
+class Checks:
+    """The conditions that traced code tested only in order to raise: ``assert c``, or ``if not c: raise``.
+
+    Such a test is answered from the value it has while tracing, and the condition stays in the program: argument
+    checks of ``torch.distributions``, asserts of the user. A test that chooses between two ways to go on is not
+    answered, since the program would hold one of them only.
+    """
+
+    def __init__(self) -> None:
+        self._conditions: list[tuple[Tensor, bool]] = []
+        self.lines: list[str] = []
+
+    def answer(self, tensor: Tensor, frame: FrameType) -> bool | None:
+        """The truth of ``tensor``, which ``frame`` asks for, or ``None`` where that is no check."""
+        line = _check_at(frame.f_code.co_filename, frame.f_lineno)
+        if line is None:
+            return None
+        with disable_proxy_modes_tracing():
+            truth = bool(tensor.detach())
+        self._conditions.append((tensor.detach(), truth))
+        if line not in self.lines:
+            self.lines.append(line)
+        return truth
+
+    def combined(self) -> tuple[Tensor, ...]:
+        """One flag that tells whether every check passes; nothing where there were none. Call it while tracing."""
+        flag: Tensor | None = None
+        for tensor, truth in self._conditions:
+            condition = tensor.reshape(())
+            condition = condition if condition.dtype == torch.bool else condition != 0
+            condition = condition if truth else condition.logical_not()
+            flag = condition if flag is None else flag.logical_and(condition)
+        return () if flag is None else (flag,)
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_at(filename: str, line: int) -> str | None:
+    """The check at a source line in words, or ``None`` where the statement there does more than raise."""
+    for node in _statements(filename):
+        test = node.test
+        if test.lineno <= line <= (test.end_lineno or test.lineno):
+            text = " ".join(ast.unparse(test).split())
+            return f"{Path(filename).name}:{line}: {text if len(text) <= 80 else text[:77] + '...'}"
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _statements(filename: str) -> tuple[ast.Assert | ast.If, ...]:
+    """The statements of a file that test something only to raise."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):
+        return ()
+    return tuple(
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+        or (isinstance(node, ast.If) and not node.orelse and all(isinstance(s, ast.Raise) for s in node.body))
+    )
