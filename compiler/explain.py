@@ -40,6 +40,8 @@ class Explanation:
             yield _entry_line(i, entry)
             for refusal in entry.refusals:
                 yield f"  refused by {refusal}"
+            for line in entry.program.assumptions:
+                yield f"  checked at each call: {line}"
             if _backward_count(entry):
                 yield "  passes over forward and backward together:"
             table = Table("pass", "ms", "operations", box=None, pad_edge=False)

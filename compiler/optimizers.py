@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from graphrl.compiler.program import Fixed, StateSlot
 from graphrl.errors import TraceError
 
-__all__ = ["TracedOptimizers", "record_optimizers"]
+__all__ = ["GradientSum", "TracedOptimizers", "record_optimizers"]
 
 
 @contextlib.contextmanager
@@ -55,6 +55,12 @@ _BRANCH_ON_THE_STEP = ("RAdam", "ASGD")
 """Their plain form branches on the step count in Python; their ``capturable`` form uses tensors instead."""
 
 
+_REFUSED = {
+    "Adafactor": "it chooses its step by tensor values in Python",
+    "Muon": "it orthogonalises in bfloat16, where a fused program rounds otherwise by more than 1e-3",
+}
+
+
 class TracedOptimizers:
     """The optimisers of one update, prepared for tracing and watched afterwards.
 
@@ -66,6 +72,8 @@ class TracedOptimizers:
     def __init__(self, optimizers: list[Optimizer]) -> None:
         self.optimizers = optimizers
         for optimizer in optimizers:
+            if (reason := _REFUSED.get(type(optimizer).__name__)) is not None:
+                raise TraceError(f"{type(optimizer).__name__} cannot be traced: {reason}. Take its step eagerly")
             if any(group.get("fused") for group in optimizer.param_groups):
                 raise TraceError(f"{type(optimizer).__name__}(fused=True) cannot be traced: leave fused out")
         self._groups = [(o, i) for o in optimizers for i in range(len(o.param_groups))]
@@ -129,11 +137,16 @@ class TracedOptimizers:
         return slots
 
     @contextlib.contextmanager
-    def traceable(self) -> Iterator[None]:
-        """While tracing: learning rates are tensors, and an optimiser's step keeps its scalars as tensors."""
+    def traceable(self) -> Iterator[GradientSum]:
+        """While tracing: learning rates are tensors, and an optimiser's step keeps its scalars as tensors.
+
+        Yields the sum of all gradients that the steps use.
+        """
         flag_before = torch.compiler._is_compiling_flag
+        gradients = GradientSum()
 
         def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            gradients.add(optimizer)
             torch.compiler._is_compiling_flag = True
 
         def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -151,7 +164,7 @@ class TracedOptimizers:
         for changed, option, value in options:
             changed[option] = value
         try:
-            yield
+            yield gradients
         finally:
             torch.compiler._is_compiling_flag = flag_before
             for handle in handles:
@@ -160,6 +173,24 @@ class TracedOptimizers:
                 changed[option] = value
             for value, (optimizer, group) in zip(self._rate_values, self._groups, strict=True):
                 optimizer.param_groups[group]["lr"] = value
+
+
+class GradientSum:
+    """The sum of the gradients that optimisers step on: finite where, short of an overflow, each of them is."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Add an optimiser's present gradients."""
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                self._sums += [p.grad.sum() for p in group["params"] if p.grad is not None]
+
+    def combined(self) -> tuple[Tensor, ...]:
+        """The sum, or nothing where no optimiser stepped."""
+        with torch.no_grad():
+            return (torch.stack([s.to(self._sums[0]) for s in self._sums]).sum(),) if self._sums else ()
 
 
 def _state_reader(optimizer: Optimizer, param: Tensor, name: str) -> Any:

@@ -24,8 +24,8 @@ from graphrl.errors import TraceError
 __all__ = ["tracing"]
 
 _WAYS_OUT = (
-    "Use torch.where or torch.cond there, or keep the node out of programs: (grl.opaque(function), in_keys, out_keys) "
-    "stays a plain call between two programs"
+    "Use torch.where or torch.cond there, or mark the graph's node as grl.opaque(...): it then stays a plain call "
+    "between two programs"
 )
 
 

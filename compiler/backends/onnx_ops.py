@@ -83,7 +83,8 @@ def _binary(w: Writer, node: fx.Node, args: dict[str, Any], base: str) -> str:
     second = w.read(right, dtype)
     if args.get("alpha", 1) != 1:
         second = w.op("Mul", second, w.number(args["alpha"], dtype))
-    result = w.op(BINARY[base], w.read(left, dtype), second)
+    kind = {"mul": "And", "add": "Or"}.get(base, BINARY[base]) if dtype == torch.bool else BINARY[base]
+    result = w.op(kind, w.read(left, dtype), second)
     return w.op("Not", result) if base == "ne" else result
 
 

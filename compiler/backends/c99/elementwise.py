@@ -93,6 +93,8 @@ def _sum(sign: str) -> Callable[[fx.Node, Read, torch.dtype], str]:
         args = arguments(node)
         left, right = read(args["self"], dtype), read(args["other"], dtype)
         alpha = args.get("alpha", 1)
+        if dtype == torch.bool:
+            return f"({left} | {right})"  # torch's sum of flags is a flag
         if op_name(node).startswith("rsub"):
             left, right = right, left
         return f"({left} {sign} {right})" if alpha == 1 else f"({left} {sign} {literal(alpha, dtype)} * {right})"
