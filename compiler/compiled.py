@@ -28,6 +28,7 @@ from graphrl.compiler.verify import verify_lowered
 from graphrl.errors import GraphError, KeyMissingError, SpecError, did_you_mean
 from graphrl.graph import KeyedGraph
 from graphrl.keys import DISCARD, Key, normalize_keys
+from graphrl.opaque import is_opaque
 from graphrl.progress import step_line
 
 __all__ = ["CompiledGraph", "Entry", "compile"]
@@ -60,7 +61,10 @@ def compile(
     if not isinstance(graph, TensorDictModuleBase):
         graph = KeyedGraph(graph)
     get_backend(backend)
-    compiled = CompiledGraph(graph, backend=backend, strict=strict, verify=verify)
+    from graphrl.compiler.chain import CompiledChain  # it is built on CompiledGraph
+
+    kind = CompiledChain if any(is_opaque(m) for m in graph.modules()) else CompiledGraph
+    compiled = kind(graph, backend=backend, strict=strict, verify=verify)
     if example is not None:
         compiled.warm_up(as_example(example))
     return compiled
@@ -362,7 +366,7 @@ class CompiledGraph(TensorDictModuleBase):
         import copy
 
         graph = copy.deepcopy(self.graph, memo)
-        return CompiledGraph(graph, backend=self.backend, strict=self.strict, verify=self.verify)
+        return type(self)(graph, backend=self.backend, strict=self.strict, verify=self.verify)
 
     def __repr__(self) -> str:
         return f"CompiledGraph({type(self.graph).__name__}, backend={self.backend!r}, programs={len(self._entries)})"

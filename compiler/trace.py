@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
@@ -22,8 +22,9 @@ from graphrl.compiler.undo import Undo
 from graphrl.errors import KeyMissingError, SpecError, TraceError, did_you_mean
 from graphrl.graph import KeyedGraph
 from graphrl.keys import DISCARD, Key, normalize_keys
+from graphrl.opaque import is_opaque
 
-__all__ = ["JointProgram", "as_example", "common_leading", "missing_key", "trace", "trace_joint"]
+__all__ = ["JointProgram", "as_example", "common_leading", "missing_key", "refuse_opaque", "trace", "trace_joint"]
 
 
 def trace(
@@ -125,6 +126,7 @@ class _Signature:
     """The keys of a graph bound to an example: how to call it with plain tensors."""
 
     def __init__(self, graph: TensorDictModuleBase, example: TensorDictBase) -> None:
+        refuse_opaque([("", graph)])
         self.graph = graph
         self.batch_size = example.batch_size
         self.in_keys = normalize_keys(list(graph.in_keys))
@@ -148,6 +150,17 @@ class _Signature:
 
     def outputs(self, traced: fx.GraphModule) -> tuple[Port, ...]:
         return tuple(Port.of(k, v) for k, v in zip(self.keys, _values(traced), strict=False))
+
+
+def refuse_opaque(modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raise :class:`TraceError` for an opaque node below the named modules."""
+    for prefix, root in modules:
+        for name, module in root.named_modules():
+            if is_opaque(module):
+                raise TraceError(
+                    f"{'.'.join(filter(None, (prefix, name))) or type(root).__name__} is opaque and cannot be part of "
+                    "one program: grl.compile(graph) runs it between two programs, graph.select(...) cuts it off"
+                )
 
 
 def _values(traced: fx.GraphModule) -> list[Tensor]:

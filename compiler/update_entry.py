@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from graphrl.compiler.passes.lift_random import lift_random
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.reachable import find_reachable
+from graphrl.compiler.trace import refuse_opaque
 from graphrl.compiler.tracing import tracing
 from graphrl.compiler.undo import Undo, kept_random_state
 from graphrl.compiler.update_verify import verify_update
@@ -56,6 +57,7 @@ class UpdateEntry:
         self.step, self.options = step, dict(options)
         self.batch_size = batch.batch_size
         modules = find_reachable(step, nn.Module)
+        refuse_opaque(modules)
         self._modes = Modes([m for _, root in modules for m in root.modules()])
         self._traced_modes = self._modes.now()
         keys = [normalize_key(k) for k in batch.keys(True, True) if isinstance(batch.get(k), Tensor)]
@@ -96,23 +98,7 @@ class UpdateEntry:
 
         grads_of: dict[int, Tensor] = {id(p): p for _, root in modules for p in root.parameters()}
         grads_of |= {id(t): t for _, t in find_reachable(self.step, Tensor) if t.is_leaf and t.requires_grad}
-        undo = Undo(grads_of.values())
-        with record_optimizers() as found:
-            try:
-                with torch.enable_grad(), undo:
-                    run(*tensors)  # creates lazy optimiser state and tells which optimisers there are
-                if undo.replaced():
-                    raise TraceError(
-                        "the step replaces a tensor's .data by another: write into it, with copy_, lerp_ or mul_"
-                    )
-            except ValueError as error:  # eager distributions refuse a NaN in their own words, with the whole tensor
-                bad = [encode_key(k) for k, t in zip(keys, tensors, strict=False) if not t.isfinite().all()]
-                if not bad:
-                    raise
-                raise NonFiniteError(f"the step fails on this batch: {', '.join(bad)} holds NaN or infinity") from error
-            finally:
-                undo.restore()
-        optimizers = TracedOptimizers(found)
+        optimizers = TracedOptimizers(found := _first_run(run, keys, tensors, grads_of.values()))
         grads_of |= {id(p): p for o in found for g in o.param_groups for p in g["params"]}
         self._parameters = list(grads_of.values())
         self._trained = [t.requires_grad for t in self._parameters]
@@ -233,6 +219,27 @@ class UpdateEntry:
     def _nonfinite(self, outputs: Sequence[Tensor]) -> list[str]:
         named = zip(self._metrics.keys, outputs, strict=False)
         return [encode_key(k) for k, t in named if t.is_floating_point() and not t.isfinite().all()]
+
+
+def _first_run(
+    run: Callable[..., Any], keys: Sequence[Key], tensors: Sequence[Tensor], grads_of: Iterable[Tensor]
+) -> list[Optimizer]:
+    """Run a step and undo it: creates lazy optimiser state and tells which optimisers there are."""
+    undo = Undo(grads_of)
+    with record_optimizers() as found:
+        try:
+            with torch.enable_grad(), undo:
+                run(*tensors)
+            if undo.replaced():
+                raise TraceError("the step replaces a tensor's .data: write into it, with copy_, lerp_ or mul_")
+        except ValueError as error:  # eager distributions refuse a NaN in their own words, with the whole tensor
+            bad = [encode_key(k) for k, t in zip(keys, tensors, strict=False) if not t.isfinite().all()]
+            if not bad:
+                raise
+            raise NonFiniteError(f"the step fails on this batch: {', '.join(bad)} holds NaN or infinity") from error
+        finally:
+            undo.restore()
+    return found
 
 
 def _ports(batch: TensorDictBase, keys: Sequence[Key], index: Tensor | None) -> tuple[tuple[Port, ...], list[Tensor]]:

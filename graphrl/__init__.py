@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from graphrl.compiler.trace import trace
     from graphrl.compiler.update import CompiledUpdate, compile_update
     from graphrl.graph import KeyedGraph
+    from graphrl.opaque import opaque
 
 __all__ = [
     "CompiledGraph",
@@ -31,6 +32,7 @@ __all__ = [
     "compile_update",
     "explain",
     "export",
+    "opaque",
     "trace",
 ]
 
@@ -46,6 +48,7 @@ _HOMES = {
     "compile_update": "graphrl.compiler.update",
     "explain": "graphrl.compiler.explain",
     "export": "graphrl.compiler.bundle",
+    "opaque": "graphrl.opaque",
     "trace": "graphrl.compiler.trace",
 }
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from graphrl.errors import GraphError, GraphRLError, KeyMissingError, did_you_mean
 from graphrl.keys import DISCARD, Key, encode_key, normalize_key, normalize_keys
+from graphrl.opaque import is_opaque
 
 __all__ = ["KeyVersion", "KeyedGraph", "node_error"]
 
@@ -411,7 +412,7 @@ def _describe(node: nn.Module) -> str:
     inner = getattr(node, "module", None)
     if isinstance(node, TensorDictModule) and inner is not None:
         if isinstance(inner, nn.Module):
-            return type(inner).__name__
+            return f"{'opaque ' if is_opaque(node) else ''}{type(inner).__name__}"
         return getattr(inner, "__name__", None) or type(inner).__name__
     return type(node).__name__
 

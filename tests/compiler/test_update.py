@@ -240,9 +240,7 @@ def test_a_nan_names_the_metric_and_changes_nothing(backend):
     before = [t.clone() for t in owner.tensors()]
     bad = batch()
     bad["x"][3, 1] = float("nan")
-    with pytest.raises(
-        NonFiniteError, match="update 2: loss, norm, the gradient of net.0.weight, .* is NaN or infinite"
-    ):
+    with pytest.raises(NonFiniteError, match="update 2: loss, norm, the gradient of net.0.weight, .* is NaN"):
         update(bad)
     assert all(torch.equal(a, b) for a, b in zip(before, owner.tensors(), strict=True))
     update(batch())
