@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import traceback
 import warnings
@@ -151,6 +152,6 @@ def _user_line(error: BaseException) -> str:
 
 
 _NOT_USER = (
-    *(str(Path(str(module.__file__)).parent) for module in (torch, tensordict, graphrl)),
-    str(Path(__file__).parent),
+    *(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (torch, tensordict, graphrl)),
+    f"{Path(__file__).parent}{os.sep}",
 )
