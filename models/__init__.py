@@ -13,14 +13,17 @@ from graphrl.models.heads import GaussianHead, Trunk
 from graphrl.models.init import orthogonal_init_
 from graphrl.models.mlp import MLP
 from graphrl.models.normalizer import RunningNorm
+from graphrl.models.recurrent import GRUModule, LSTMModule
 
 __all__ = [
     "Actor",
     "Categorical",
     "CategoricalActor",
     "GaussianActor",
+    "GRUModule",
     "GaussianHead",
     "IndependentNormal",
+    "LSTMModule",
     "MLP",
     "RunningNorm",
     "TanhGaussianActor",
