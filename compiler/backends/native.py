@@ -24,7 +24,7 @@ from graphrl.compiler.backends.c99.nodes import Unsupported
 from graphrl.compiler.program import Program
 from graphrl.errors import CompileError
 
-__all__ = ["BACKEND", "Native", "NativeProgram", "cache_dir", "find_compiler"]
+__all__ = ["BACKEND", "Native", "NativeProgram", "cache_dir", "cpu_name", "find_compiler"]
 
 FLAGS = ("-std=gnu99", "-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 """``-fno-math-errno -fno-trapping-math`` change no result; sums are reordered only where the C asks for it."""
@@ -206,9 +206,9 @@ def find_compiler() -> str | None:
     return None
 
 
-def cache_dir() -> Path:
+def cache_dir(backend: str = "native") -> Path:
     """Where compiled programs are kept: ``$GRAPHRL_CACHE_DIR``, else ``~/.cache/graphrl``."""
-    return Path(os.environ.get("GRAPHRL_CACHE_DIR") or Path.home() / ".cache" / "graphrl") / "native"
+    return Path(os.environ.get("GRAPHRL_CACHE_DIR") or Path.home() / ".cache" / "graphrl") / backend
 
 
 def compiled(code: str) -> Path:
@@ -220,7 +220,7 @@ def compiled(code: str) -> Path:
     compiler = find_compiler()
     if compiler is None:
         raise CompileError(f"native: {NO_COMPILER}")
-    key = hashlib.sha256("\0".join((code, _version(compiler), *FLAGS, _cpu())).encode()).hexdigest()
+    key = hashlib.sha256("\0".join((code, _version(compiler), *FLAGS, cpu_name())).encode()).hexdigest()
     target = cache_dir() / f"{key[:32]}.so"
     if target.exists():
         return target
@@ -254,7 +254,7 @@ def _version(compiler: str) -> str:
 
 
 @functools.cache
-def _cpu() -> str:
+def cpu_name() -> str:
     """What ``-march=native`` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
