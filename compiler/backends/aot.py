@@ -1,7 +1,7 @@
 """AOTInductor: the program as a shared library in a ``.pt2`` package, called through torch's C++ loader.
 
-Inputs, state and draws are all arguments of the library, so weights stay live. A call is
-shorter than through ``inductor`` and the package is kept on disk, but the first compilation takes several times as long.
+Inputs, state and draws are all arguments of the library, so weights stay live. A call is shorter than through
+``inductor`` and the package is kept on disk, but the first compilation takes several times as long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from graphrl.compiler.backends.inductor import (
     quietly,
 )
 from graphrl.compiler.backends.native import cache_dir, cpu_name
-from graphrl.compiler.program import Program, StateSlot
+from graphrl.compiler.program import Program
 from graphrl.errors import CompileError
 
 __all__ = ["BACKEND", "Aot", "write_package"]
@@ -107,10 +107,11 @@ def _embed_constants(program: Program, module: fx.GraphModule, arguments: list[T
     """Move the constants among the placeholders of ``module`` into it; returns the arguments that are left."""
     first, kept = len(program.inputs), list(arguments)
     places = [n for n in module.graph.nodes if n.op == "placeholder"]
+    start = next(n for n in module.graph.nodes if n.op != "placeholder")
     for i, slot in reversed(list(enumerate(program.state, first))):
         if slot.kind == "constant" and not slot.mutated:
             module.register_buffer(f"constant_{i}", kept.pop(i).detach().clone())
-            with module.graph.inserting_after(places[-1]):
+            with module.graph.inserting_before(start):
                 places[i].replace_all_uses_with(module.graph.get_attr(f"constant_{i}"))
             module.graph.erase_node(places[i])
     module.recompile()
