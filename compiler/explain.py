@@ -38,6 +38,8 @@ class Explanation:
         for i, entry in enumerate(self.entries):
             yield ""
             yield _entry_line(i, entry)
+            for line in entry.program.graph_module.meta.get("parts", ()):
+                yield f"  {line}"
             for refusal in entry.refusals:
                 yield f"  refused by {refusal}"
             if _backward_count(entry):
