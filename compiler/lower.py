@@ -46,7 +46,8 @@ def _lower_parts(program: Program, wanted: Backend) -> tuple[Lowered, str, tuple
         runs.append(run)
         names.append(name)
         refusals += more
-        lines.append(f"part {i} on {name}: {_contents(part.program)}")
+        threads = part.program.graph_module.meta.get("threads")
+        lines.append(f"part {i} on {name}{f', {threads}' if threads else ''}: {_contents(part.program)}")
     if wanted.name not in names:
         return None
     program.graph_module.meta["parts"] = lines

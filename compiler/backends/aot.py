@@ -18,14 +18,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphrl.compiler.backends.base import Lowered, Refusal
-from graphrl.compiler.backends.inductor import (
-    as_inductor_sees_it,
-    chosen_threads,
-    example_arguments,
-    on_one_thread,
-    quietly,
-)
+from graphrl.compiler.backends.inductor import as_inductor_sees_it, example_arguments, quietly
 from graphrl.compiler.backends.native import cache_dir, cpu_name
+from graphrl.compiler.backends.threads import estimated_threads, on_threads
 from graphrl.compiler.program import Program
 from graphrl.errors import CompileError
 
@@ -50,9 +45,9 @@ class Aot:
         """Load the package of ``program``, from the cache or compiled into it. Raises :class:`CompileError`."""
         if (refusal := self.supports(program)) is not None:
             raise CompileError(f"aot: {refusal.reason}")
-        threads = chosen_threads(program)
+        threads = estimated_threads(program)
         loader = torch._inductor.aoti_load_package(str(_cached_package(program, threads))).loader
-        return on_one_thread(loader.run) if threads == 1 else loader.run
+        return on_threads(loader.run, threads)
 
 
 def write_package(program: Program, path: str | Path) -> None:
@@ -69,7 +64,7 @@ def write_package(program: Program, path: str | Path) -> None:
         raise CompileError(f"aot: {refusal.reason}")
     arguments = example_arguments(program)
     module = as_inductor_sees_it(program, arguments, FakeTensorMode())
-    _compile(module, _embed_constants(program, module, arguments), chosen_threads(program), Path(path))
+    _compile(module, _embed_constants(program, module, arguments), estimated_threads(program), Path(path))
 
 
 def _cached_package(program: Program, threads: int) -> Path:

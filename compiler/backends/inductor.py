@@ -19,18 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphrl.compiler.backends.base import Lowered, Refusal
-from graphrl.compiler.cost import estimate_cost
+from graphrl.compiler.backends.threads import on_fastest
 from graphrl.compiler.lowering import fake_like
 from graphrl.compiler.program import Port, Program, StateSlot
 from graphrl.errors import CompileError
 
-__all__ = [
-    "BACKEND", "Inductor", "as_inductor_sees_it", "chosen_threads", "example_arguments", "on_one_thread", "quietly"
-]  # fmt: skip
-
-ONE_THREAD_FLOPS = 30e6
-"""Below this many floating-point operations one thread wins: a PPO minibatch of 64 took 0.24 ms on one, 0.50 on two."""
-
+__all__ = ["BACKEND", "Inductor", "as_inductor_sees_it", "example_arguments", "quietly"]
 
 _VECTOR_ELEMENTS = 1 << 16
 
@@ -59,11 +53,6 @@ class Inductor:
             raise CompileError(f"inductor could not compile {program.name}: {lines[0]}") from error
 
 
-def chosen_threads(program: Program) -> int:
-    """CPU threads the generated code will use: one for small programs, else torch's setting."""
-    return 1 if estimate_cost(program).flops < ONE_THREAD_FLOPS else torch.get_num_threads()
-
-
 def example_arguments(program: Program) -> list[Tensor]:
     """Values for all placeholders: zeros for the inputs, the live state, fresh draws."""
     return program.arguments([torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in program.inputs])
@@ -86,29 +75,16 @@ def _compile_directly(program: Program, arguments: list[Tensor]) -> Lowered:
 
     mode = FakeTensorMode()
     module = as_inductor_sees_it(program, arguments, mode)
-    threads = chosen_threads(program)
-    settings: dict[str, Any] = {"size_asserts": False, "fallback_random": True, "cpp.threads": threads}
-    with config.patch(settings), torch._guards.tracing(torch._guards.TracingContext(mode)):
-        compiled = compile_fx_inner(copy.deepcopy(module), fake_like(arguments, mode))
-    inner = getattr(compiled, "current_callable", None) or compiled  # the inner callable skips profiling checks
-    on_cpu = all(t.device.type == "cpu" for t in arguments)
-    return on_one_thread(inner) if on_cpu and threads == 1 else inner
 
+    def compiled_for(threads: int) -> Lowered:
+        settings: dict[str, Any] = {"size_asserts": False, "fallback_random": True, "cpp.threads": threads}
+        with config.patch(settings), torch._guards.tracing(torch._guards.TracingContext(mode)):
+            compiled = compile_fx_inner(copy.deepcopy(module), fake_like(arguments, mode))
+        return getattr(compiled, "current_callable", None) or compiled  # the inner callable skips profiling checks
 
-def on_one_thread(run: Lowered) -> Lowered:
-    """``run`` with the libraries it calls on one thread as well; torch's setting is put back (0.2 us)."""
-
-    def alone(values: list[Tensor]) -> Sequence[Tensor]:
-        threads = torch.get_num_threads()
-        if threads == 1:
-            return run(values)
-        torch.set_num_threads(1)
-        try:
-            return run(values)
-        finally:
-            torch.set_num_threads(threads)
-
-    return alone
+    if all(t.device.type == "cpu" for t in arguments):
+        return on_fastest(program, arguments, compiled_for)
+    return compiled_for(torch.get_num_threads())
 
 
 def _vector_products() -> dict[Any, Any]:
