@@ -73,9 +73,9 @@ def explain(compiled: CompiledGraph | CompiledUpdate | Program) -> Explanation:
 def _entry_line(i: int, entry: Entry) -> str:
     cost = estimate_cost(entry.program)
     parity = "not checked" if entry.parity is None else f"error {entry.parity:.1e} against float64"
-    threads = entry.program.graph_module.meta.get("threads")
+    how = entry.program.graph_module.meta.get("how")
     return (
-        f"program {i} on {entry.backend}{f', {threads}' if threads else ''}: {_operations(entry)}, "
+        f"program {i} on {entry.backend}{f', {how}' if how else ''}: {_operations(entry)}, "
         f"{_short(cost.flops)}FLOP, {_short(cost.bytes)}B, "
         f"compiled in {entry.seconds:.1f} s, {parity}{', differentiable' if entry.differentiable else ''}\n"
         f"  {entry.reason}"

@@ -46,8 +46,8 @@ def _lower_parts(program: Program, wanted: Backend) -> tuple[Lowered, str, tuple
         runs.append(run)
         names.append(name)
         refusals += more
-        threads = part.program.graph_module.meta.get("threads")
-        lines.append(f"part {i} on {name}{f', {threads}' if threads else ''}: {_contents(part.program)}")
+        how = part.program.graph_module.meta.get("how")
+        lines.append(f"part {i} on {name}{f', {how}' if how else ''}: {_contents(part.program)}")
     if wanted.name not in names:
         return None
     program.graph_module.meta["parts"] = lines

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphrl.compiler.backends.base import Lowered, Refusal
+from graphrl.compiler.backends.cuda_graph import captured
 from graphrl.compiler.backends.threads import on_fastest
 from graphrl.compiler.lowering import fake_like
 from graphrl.compiler.program import Port, Program, StateSlot
@@ -84,7 +85,7 @@ def _compile_directly(program: Program, arguments: list[Tensor]) -> Lowered:
 
     if all(t.device.type == "cpu" for t in arguments):
         return on_fastest(program, arguments, compiled_for)
-    return compiled_for(torch.get_num_threads())
+    return captured(program, compiled_for(torch.get_num_threads()))
 
 
 def _vector_products() -> dict[Any, Any]:

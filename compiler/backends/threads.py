@@ -47,12 +47,12 @@ def on_fastest(program: Program, arguments: Sequence[Tensor], compiled_for: Call
     """``compiled_for(n)`` for the best number of threads ``n``; near the border both are made and timed.
 
     Timed on copies of ``arguments``: a program that writes state leaves the real tensors alone. What was chosen, and
-    the figures, are kept as text in ``program.graph_module.meta["threads"]``.
+    the figures, are kept as text in ``program.graph_module.meta["how"]``.
     """
     most = torch.get_num_threads()
     near = ONE_THREAD_FLOPS <= estimate_cost(program).flops <= ALL_THREADS_FLOPS
     chosen, notes = estimated_threads(program), program.graph_module.meta
-    notes["threads"] = _count(chosen)
+    notes["how"] = _count(chosen)
     if most == 1 or not near or "GRAPHRL_THREADS" in os.environ or _divides_integers(program):
         return on_threads(compiled_for(chosen), chosen)
     runs = {n: on_threads(compiled_for(n), n) for n in (1, most)}
@@ -62,7 +62,7 @@ def on_fastest(program: Program, arguments: Sequence[Tensor], compiled_for: Call
         return runs[chosen]
     chosen = min(seconds, key=lambda n: seconds[n])
     figures = ", ".join(f"{_count(n)}: {1e3 * s:.2g} ms" for n, s in seconds.items())
-    notes["threads"] = f"{_count(chosen)} ({figures})"
+    notes["how"] = f"{_count(chosen)} ({figures})"
     return runs[chosen]
 
 

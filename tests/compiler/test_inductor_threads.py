@@ -55,7 +55,7 @@ def test_near_the_border_the_faster_one_is_kept(rows, slow, expected):
     run = threads.on_fastest(program, arguments, slow_on(slow, made))
     assert made == [1, 2] and run([torch.zeros(1)]) == [expected] and torch.get_num_threads() == 2
     assert all(torch.equal(a, b) for a, b in zip(arguments, kept, strict=True))  # timed on copies
-    note = program.graph_module.meta["threads"]
+    note = program.graph_module.meta["how"]
     figures = re.fullmatch(rf"{expected} threads? \(1 thread: (.*) ms, 2 threads: (.*) ms\)", note)
     assert figures and (float(figures[1]) < float(figures[2])) == (expected == 1)
 
@@ -64,7 +64,7 @@ def test_near_the_border_the_faster_one_is_kept(rows, slow, expected):
 def test_far_from_the_border_nothing_is_measured(rows, expected):
     program, made = square(rows), []
     threads.on_fastest(program, [torch.zeros(1)], slow_on(0, made))
-    assert made == [expected] and program.graph_module.meta["threads"].startswith(f"{expected} thread")
+    assert made == [expected] and program.graph_module.meta["how"].startswith(f"{expected} thread")
 
 
 def test_the_number_can_be_fixed(monkeypatch):
