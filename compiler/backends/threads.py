@@ -61,7 +61,7 @@ def on_fastest(program: Program, arguments: Sequence[Tensor], compiled_for: Call
     except RuntimeError:  # the program fails on these values, as a Cholesky factor of zeros does
         return runs[chosen]
     chosen = min(seconds, key=lambda n: seconds[n])
-    figures = ", ".join(f"{_count(n)}: {1e3 * s:.2g} ms" for n, s in seconds.items())
+    figures = ", ".join(f"{_count(n)}: {1e3 * s:.3g} ms" for n, s in seconds.items())
     notes["how"] = f"{_count(chosen)} ({figures})"
     return runs[chosen]
 
