@@ -50,8 +50,8 @@ def compile(
     graph: a :class:`KeyedGraph`, any ``tensordict.nn`` module, or anything :class:`KeyedGraph` takes as a node.
     example: a batch to compile for now; without it the first call compiles. Another batch shape, dtype, device,
     train/eval flag or interaction type compiles its own program at its first call; unrelated keys never do.
-    backend: ``inductor``, ``native`` (generated C, CPU), ``onnx`` or ``eager``. Where it refuses a program the next
-    best runs it and ``grl.explain`` tells why; ``strict=True`` makes a refusal a :class:`CompileError`.
+    backend: ``inductor``, ``aot``, ``native`` (generated C), ``triton`` (MLPs on a GPU), ``onnx`` or ``eager``. What it
+    refuses the next best runs, and ``grl.explain`` tells why; ``strict=True`` makes a refusal a :class:`CompileError`.
     verify: check each new program against float64 eager before its first use; a difference is a ``ParityError``.
 
     Weights are read at every call: in-place loads, ``load_state_dict``, optimiser steps take effect at once. Python

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from graphrl.compiler.backends.inductor import chosen_threads
 from graphrl.compiler.compiled import CompiledGraph, Entry
 from graphrl.compiler.cost import estimate_cost
 from graphrl.compiler.program import Program
@@ -38,6 +37,8 @@ class Explanation:
         for i, entry in enumerate(self.entries):
             yield ""
             yield _entry_line(i, entry)
+            for line in entry.program.graph_module.meta.get("parts", ()):
+                yield f"  {line}"
             for refusal in entry.refusals:
                 yield f"  refused by {refusal}"
             for line in entry.program.assumptions:
@@ -74,9 +75,9 @@ def explain(compiled: CompiledGraph | CompiledUpdate | Program) -> Explanation:
 def _entry_line(i: int, entry: Entry) -> str:
     cost = estimate_cost(entry.program)
     parity = "not checked" if entry.parity is None else f"error {entry.parity:.1e} against float64"
-    threads = f", {chosen_threads(entry.program)} thread(s)" if entry.backend == "inductor" else ""
+    how = entry.program.graph_module.meta.get("how")
     return (
-        f"program {i} on {entry.backend}{threads}: {_operations(entry)}, "
+        f"program {i} on {entry.backend}{f', {how}' if how else ''}: {_operations(entry)}, "
         f"{_short(cost.flops)}FLOP, {_short(cost.bytes)}B, "
         f"compiled in {entry.seconds:.1f} s, {parity}{', differentiable' if entry.differentiable else ''}\n"
         f"  {entry.reason}"

@@ -1,24 +1,74 @@
-"""Choose the backend that runs a program."""
+"""Choose the backend that runs a program, or the backends that run its parts."""
 
 from __future__ import annotations
 
-from graphrl.compiler.backends import Lowered, get_backend
+from collections import Counter
+from collections.abc import Sequence
+
+from graphrl.compiler.backends import Backend, Lowered, get_backend
+from graphrl.compiler.parts import SplitProgram, cut, unsupported_nodes
 from graphrl.compiler.program import Program
 from graphrl.errors import CompileError
 
-__all__ = ["lower_with_fallback"]
+__all__ = ["FALLBACKS", "lower_with_fallback"]
+
+FALLBACKS = ("inductor", "eager")
+"""Who runs what the wanted backend refuses, in this order."""
 
 
 def lower_with_fallback(program: Program, backend: str, strict: bool) -> tuple[Lowered, str, tuple[str, ...]]:
-    """Lower with ``backend``, or with the next best that takes the program; returns it, its name and the refusals."""
+    """Lower with ``backend``; what it refuses, all of the program or some parts, with the next best that takes it.
+
+    Returns the lowered program, who runs it ("native", or "native (2 parts), inductor (1 part)") and the refusals.
+    With ``strict`` a refusal is a :class:`CompileError`.
+    """
+    wanted = get_backend(backend)
+    refusal = wanted.supports(program)
+    if refusal is None:
+        return wanted.lower(program), backend, ()
+    if strict:
+        raise CompileError(f"{backend} refuses {program.name}: {refusal.reason}. strict=False falls back to another")
+    if backend not in FALLBACKS[1:] and (split := _lower_parts(program, wanted)) is not None:
+        return split
+    lowered, name, refusals = _lower_whole(program, [b for b in FALLBACKS if b != backend])
+    return lowered, name, (f"{backend}: {refusal.reason}", *refusals)
+
+
+def _lower_parts(program: Program, wanted: Backend) -> tuple[Lowered, str, tuple[str, ...]] | None:
+    """The parts that ``wanted`` takes lowered by it, the rest by the fallbacks; ``None`` where there are none."""
+    refused = unsupported_nodes(wanted, program)
+    parts = cut(program, refused) if refused else []
+    rest = [b for b in FALLBACKS if b != wanted.name]
+    runs, names, lines = [], [], []
+    refusals = [f"{wanted.name}: {reason}" for reason in dict.fromkeys(refused.values())]
+    for i, part in enumerate(parts):
+        run, name, more = _lower_whole(part.program, [wanted.name, *rest] if part.wanted else rest)
+        runs.append(run)
+        names.append(name)
+        refusals += more
+        how = part.program.graph_module.meta.get("how")
+        lines.append(f"part {i} on {name}{f', {how}' if how else ''}: {_contents(part.program)}")
+    if wanted.name not in names:
+        return None
+    program.graph_module.meta["parts"] = lines
+    counts = Counter(names).items()
+    described = ", ".join(f"{name} ({n} part{'s' if n > 1 else ''})" for name, n in counts)
+    return SplitProgram(program, parts, runs), described, tuple(refusals)
+
+
+def _lower_whole(program: Program, order: Sequence[str]) -> tuple[Lowered, str, tuple[str, ...]]:
     refusals: list[str] = []
-    order = [backend, *(b for b in ("inductor", "eager") if b != backend)]
     for name in order:
         candidate = get_backend(name)
         refusal = candidate.supports(program)
         if refusal is None:
             return candidate.lower(program), name, tuple(refusals)
         refusals.append(f"{name}: {refusal.reason}")
-        if strict:
-            raise CompileError(f"{name} refuses {program.name}: {refusal.reason}. strict=False falls back to another")
     raise CompileError(f"no backend takes {program.name}: {'; '.join(refusals)}")
+
+
+def _contents(program: Program) -> str:
+    """The operations of a program, counted: ``3 addmm, 2 tanh``."""
+    targets = (n.target for n in program.graph_module.graph.nodes if n.op == "call_function")
+    counts = Counter(str(t).removeprefix("aten.").split(".")[0] for t in targets)
+    return ", ".join(f"{n} {name}" for name, n in counts.most_common())

@@ -1,8 +1,9 @@
-"""Numerical kernels over trajectories, each one registered torch operator; README.md says what belongs here."""
+"""Numerical kernels for trajectories and policies, each a registered torch operator: see README.md."""
 
 if __name__ != "graphrl.kernels":  # a second copy would register every op twice
     raise ImportError("import graphrl.kernels, not kernels")
 
 from graphrl.kernels.gae import gae
+from graphrl.kernels.mlp import mlp_forward
 
-__all__ = ["gae"]
+__all__ = ["gae", "mlp_forward"]

@@ -20,22 +20,26 @@ class KernelResources:
 
 
 def compile_without_gpu(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: Any
+    kernel: Any, types: dict[str, Any], constants: dict[str, Any], capability: int, **options: Any
 ) -> KernelResources:
     """Compile ``kernel`` for ``sm_<capability>``.
 
-    types: Triton's type of each argument that is not in ``constants`` (``*fp32``, ``i32``). Pointers are taken to be
-    16-byte aligned, as torch allocates them. Raises whatever the compiler raises.
+    types: Triton's type of each argument that is not in ``constants`` (``*fp32``, ``i32``; a tuple of them for a tuple,
+    with ``constexpr`` for a ``None`` in it). Pointers are taken to be 16-byte aligned, as torch allocates them. Raises
+    whatever the compiler raises.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    paths = {(i,): kind for i, kind in enumerate(signature.values()) if isinstance(kind, str)}
+    for i, kinds in enumerate(signature.values()):
+        paths |= {(i, j): kind for j, kind in enumerate(kinds)} if isinstance(kinds, tuple) else {}
+    fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    fixed |= {path: None for path, kind in paths.items() if kind == "constexpr" and path not in fixed}
+    aligned = {path: [["tt.divisibility", 16]] for path, kind in paths.items() if kind.startswith("*")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     meta = compiled.metadata
     return KernelResources(_registers(compiled.asm["cubin"]), meta.shared, meta.num_warps, compiled.asm["ptx"])

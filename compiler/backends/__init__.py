@@ -9,7 +9,7 @@ from graphrl.errors import CompileError, did_you_mean
 
 __all__ = ["BACKENDS", "Backend", "Lowered", "Refusal", "get_backend"]
 
-BACKENDS = ("eager", "inductor", "native", "onnx")
+BACKENDS = ("eager", "inductor", "aot", "native", "triton", "onnx")
 """Backends that run a program in this process. The ``c99`` generator writes files for a robot: see ``export``."""
 
 

@@ -19,16 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphrl.compiler.backends.base import Lowered, Refusal
-from graphrl.compiler.cost import estimate_cost
+from graphrl.compiler.backends.cuda_graph import captured
+from graphrl.compiler.backends.threads import on_fastest
 from graphrl.compiler.lowering import fake_like
 from graphrl.compiler.program import Port, Program, StateSlot
 from graphrl.errors import CompileError
 
-__all__ = ["BACKEND", "Inductor", "chosen_threads"]
-
-ONE_THREAD_FLOPS = 30e6
-"""Below this many floating-point operations one thread wins: a PPO minibatch of 64 took 0.24 ms on one, 0.50 on two."""
-
+__all__ = ["BACKEND", "Inductor", "as_inductor_sees_it", "example_arguments", "quietly"]
 
 _VECTOR_ELEMENTS = 1 << 16
 
@@ -46,10 +43,9 @@ class Inductor:
         return None
 
     def lower(self, program: Program) -> Lowered:
-        arguments = program.arguments([torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in program.inputs])
         try:
-            with _quietly():
-                return _compile_directly(program, arguments)
+            with quietly():
+                return _compile_directly(program, example_arguments(program))
         except (ImportError, AttributeError):  # a torch whose private entries moved
             compiled = torch.compile(program.graph_module, dynamic=False, fullgraph=True)
             return lambda values: compiled(*values)
@@ -58,45 +54,38 @@ class Inductor:
             raise CompileError(f"inductor could not compile {program.name}: {lines[0]}") from error
 
 
-def chosen_threads(program: Program) -> int:
-    """CPU threads the generated code will use: one for small programs, else torch's setting."""
-    return 1 if estimate_cost(program).flops < ONE_THREAD_FLOPS else torch.get_num_threads()
+def example_arguments(program: Program) -> list[Tensor]:
+    """Values for all placeholders: zeros for the inputs, the live state, fresh draws."""
+    return program.arguments([torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in program.inputs])
+
+
+def as_inductor_sees_it(program: Program, arguments: Sequence[Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+    """The program in Inductor's own operations, with one row's products as sums; a ``copy_`` into state stays."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    # a copy_ epilogue must survive the second trace, so the module is traced as it is: it is already functional
+    table = {**select_decomp_table(), **_vector_products()}
+    fakes = fake_like(arguments, mode)
+    with mode, torch.no_grad():
+        return _returning_tuple(make_fx(program.graph_module, decomposition_table=table, tracing_mode="real")(*fakes))
 
 
 def _compile_directly(program: Program, arguments: list[Tensor]) -> Lowered:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
 
     mode = FakeTensorMode()
-    fakes = fake_like(arguments, mode)
-    # a copy_ epilogue must survive the second trace, so the module is traced as it is: it is already functional
-    table = {**select_decomp_table(), **_vector_products()}
-    with mode, torch.no_grad():
-        module = make_fx(program.graph_module, decomposition_table=table, tracing_mode="real")(*fakes)
-    module = _returning_tuple(module)
-    settings: dict[str, Any] = {"size_asserts": False, "fallback_random": True, "cpp.threads": chosen_threads(program)}
-    with config.patch(settings), torch._guards.tracing(torch._guards.TracingContext(mode)):
-        compiled = compile_fx_inner(copy.deepcopy(module), fakes)
-    inner = getattr(compiled, "current_callable", None) or compiled  # the inner callable skips profiling checks
-    on_cpu = all(t.device.type == "cpu" for t in arguments)
-    return _on_one_thread(inner) if on_cpu and settings["cpp.threads"] == 1 else inner
+    module = as_inductor_sees_it(program, arguments, mode)
 
+    def compiled_for(threads: int) -> Lowered:
+        settings: dict[str, Any] = {"size_asserts": False, "fallback_random": True, "cpp.threads": threads}
+        with config.patch(settings), torch._guards.tracing(torch._guards.TracingContext(mode)):
+            compiled = compile_fx_inner(copy.deepcopy(module), fake_like(arguments, mode))
+        return getattr(compiled, "current_callable", None) or compiled  # the inner callable skips profiling checks
 
-def _on_one_thread(run: Lowered) -> Lowered:
-    """``run`` with the libraries it calls on one thread as well; torch's setting is put back (0.2 us)."""
-
-    def alone(values: list[Tensor]) -> Sequence[Tensor]:
-        threads = torch.get_num_threads()
-        if threads == 1:
-            return run(values)
-        torch.set_num_threads(1)
-        try:
-            return run(values)
-        finally:
-            torch.set_num_threads(threads)
-
-    return alone
+    if all(t.device.type == "cpu" for t in arguments):
+        return on_fastest(program, arguments, compiled_for)
+    return captured(program, compiled_for(torch.get_num_threads()))
 
 
 def _vector_products() -> dict[Any, Any]:
@@ -126,7 +115,7 @@ def _returning_tuple(module: fx.GraphModule) -> fx.GraphModule:
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Keep the C++ compiler's chatter, and torch's warnings about its own parts, off the user's screen.
 
     Errors are raised anyway.

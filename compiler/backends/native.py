@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from graphrl.compiler.backends.base import Refusal, written_input
-from graphrl.compiler.backends.c99.emit import Generated, generate
+from graphrl.compiler.backends.c99.emit import OUTSIDE, Generated, generate
 from graphrl.compiler.backends.c99.nodes import Unsupported
 from graphrl.compiler.program import Program
 from graphrl.errors import CompileError
 
-__all__ = ["BACKEND", "Native", "NativeProgram", "cache_dir", "find_compiler"]
+__all__ = ["BACKEND", "Native", "NativeProgram", "cache_dir", "cpu_name", "find_compiler"]
 
 FLAGS = ("-std=gnu99", "-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 """``-fno-math-errno -fno-trapping-math`` change no result; sums are reordered only where the C asks for it."""
@@ -78,7 +78,8 @@ class NativeProgram:
             self._library = ctypes.CDLL(self._library._name)
         self._function = self._library.graphrl_call
         self._function.argtypes = [ctypes.c_char_p]
-        self._function.restype = None
+        self._function.restype = ctypes.c_int
+        self._name, self._checks = program.name, f"{OUTSIDE} |=" in self.code
         outputs = [a for a in generated.arguments if a.kind == "output"]
         self._templates = [torch.empty(p.shape, dtype=p.dtype) for p in program.outputs]
         self._first, self._last = len(program.inputs), len(program.inputs) + len(program.state)
@@ -104,7 +105,8 @@ class NativeProgram:
             if not self._check_state(arguments):
                 return self._call_copied(arguments, outputs)
             self._state = pointers[self._first : self._last]
-        self._function(self._pack(*pointers, *map(_data_ptr, outputs)))
+        if self._function(self._pack(*pointers, *map(_data_ptr, outputs))):
+            self._raise_outside()
 
     def bind_rows(
         self,
@@ -132,7 +134,12 @@ class NativeProgram:
             ]
             self._bound = ((*key, inputs, outputs), packed)
         function, packed = self._function, self._bound[1]
-        return lambda t: function(packed[t])
+        if not self._checks:
+            return lambda t: function(packed[t])
+        return lambda t: self._raise_outside() if function(packed[t]) else None
+
+    def _raise_outside(self) -> None:
+        raise IndexError(f"native: an index in {self._name} is out of range; backend='eager' tells which")
 
     def _check_state(self, arguments: Sequence[Tensor]) -> bool:
         """Whether the state tensors, which moved since the last call, can be read in place."""
@@ -149,7 +156,8 @@ class NativeProgram:
     def _call_copied(self, arguments: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         self._check_state(arguments)
         copies = [t.detach().contiguous() for t in arguments]
-        self._function(self._pack(*map(_data_ptr, copies), *map(_data_ptr, outputs)))
+        if self._function(self._pack(*map(_data_ptr, copies), *map(_data_ptr, outputs))):
+            self._raise_outside()
         for slot, tensor, copy in zip(self._slots, arguments[self._first :], copies[self._first :], strict=False):
             if slot.mutated and copy.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(copy)
@@ -170,14 +178,17 @@ def native_code(program: Program) -> tuple[str, Generated]:
     cast = [f"({'' if a.written else 'const '}{a.c_type} *)p[{order[a.kind] + a.index}]" for a in generated.arguments]
     entry = "\n".join(
         [
-            "void graphrl_call(void *const *p);",
-            "void graphrl_call(void *const *p)",
+            "int graphrl_call(void *const *p);",
+            "int graphrl_call(void *const *p)",
             "{",
+            f"    {OUTSIDE} = 0;",
             f"    run({', '.join(cast)});",
+            f"    return {OUTSIDE};",
             "}",
         ]
     )
-    return f"#include <math.h>\n#include <stdint.h>\n\n{generated.code}\n{entry}\n", generated
+    head = f"#include <math.h>\n#include <stdint.h>\n\nstatic __thread int {OUTSIDE};\n"
+    return f"{head}\n{generated.code}\n{entry}\n", generated
 
 
 def _work(program: Program) -> int:
@@ -206,9 +217,9 @@ def find_compiler() -> str | None:
     return None
 
 
-def cache_dir() -> Path:
+def cache_dir(backend: str = "native") -> Path:
     """Where compiled programs are kept: ``$GRAPHRL_CACHE_DIR``, else ``~/.cache/graphrl``."""
-    return Path(os.environ.get("GRAPHRL_CACHE_DIR") or Path.home() / ".cache" / "graphrl") / "native"
+    return Path(os.environ.get("GRAPHRL_CACHE_DIR") or Path.home() / ".cache" / "graphrl") / backend
 
 
 def compiled(code: str) -> Path:
@@ -220,7 +231,7 @@ def compiled(code: str) -> Path:
     compiler = find_compiler()
     if compiler is None:
         raise CompileError(f"native: {NO_COMPILER}")
-    key = hashlib.sha256("\0".join((code, _version(compiler), *FLAGS, _cpu())).encode()).hexdigest()
+    key = hashlib.sha256("\0".join((code, _version(compiler), *FLAGS, cpu_name())).encode()).hexdigest()
     target = cache_dir() / f"{key[:32]}.so"
     if target.exists():
         return target
@@ -254,7 +265,7 @@ def _version(compiler: str) -> str:
 
 
 @functools.cache
-def _cpu() -> str:
+def cpu_name() -> str:
     """What ``-march=native`` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -64,9 +64,11 @@ class Onnx:
         if (refusal := written_input(program)) is not None:
             return refusal
         try:
-            build_model(program, embed=False)
+            _session(build_model(program, embed=False).SerializeToString())
         except Unsupported as problem:
             return Refusal(problem.explain(program))
+        except Exception as problem:  # ONNX Runtime's own classes have no common base
+            return Refusal(f"ONNX Runtime does not take this program: {str(problem).strip().splitlines()[0]}")
         return None
 
     def lower(self, program: Program) -> OnnxProgram:
@@ -84,15 +86,9 @@ class OnnxProgram:
     """
 
     def __init__(self, program: Program) -> None:
-        import onnxruntime
-
         from graphrl.compiler.backends.onnx_graph import build_model, input_names, output_names
 
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        model = build_model(program, embed=False).SerializeToString()
-        self._session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        self._session = _session(build_model(program, embed=False).SerializeToString())
         kept = {i.name for i in self._session.get_inputs()}
         names = input_names(program, embed=False)
         self._inputs = [(i, name) for i, name in enumerate(names) if name in kept]
@@ -133,6 +129,26 @@ class OnnxProgram:
             for i, value in zip(self._written, results[self._count :], strict=True):
                 arguments[i].copy_(value)
         return results[: self._count]
+
+
+def _session(model: bytes) -> Any:
+    """A session of one thread, with every optimisation that gives a valid graph.
+
+    ONNX Runtime's (1.32) fusions lose a value that is an output and also read, as a reshape before a product.
+    """
+    import onnxruntime
+
+    levels = onnxruntime.GraphOptimizationLevel
+    for level in (levels.ORT_ENABLE_ALL, levels.ORT_ENABLE_BASIC, levels.ORT_DISABLE_ALL):
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.log_severity_level = 4
+        options.graph_optimization_level = level
+        try:
+            return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        except Exception:
+            if level == levels.ORT_DISABLE_ALL:
+                raise
 
 
 _NUMPY: dict[torch.dtype, Any] = {

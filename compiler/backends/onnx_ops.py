@@ -71,6 +71,10 @@ def emit(w: Writer, node: Any) -> Any:
     raise Unsupported(f"operation {name} has no ONNX form here", node)
 
 
+_LOGICAL = {"add": "Or", "maximum": "Or", "mul": "And", "minimum": "And"}
+"""What arithmetic on truth values is; ONNX has it for numbers only."""
+
+
 def _binary(w: Writer, node: fx.Node, args: dict[str, Any], base: str) -> str:
     left, right = args["self"], args["other"] if "other" in args else args["exponent"]
     dtype = value_of(node).dtype
@@ -78,12 +82,13 @@ def _binary(w: Writer, node: fx.Node, args: dict[str, Any], base: str) -> str:
         found = [a.meta["val"].dtype for a in (left, right) if isinstance(a, fx.Node)]
         dtype = found[0] if len(found) == 1 else torch.promote_types(*found)
         dtype = torch.float32 if isinstance(right, float) and not dtype.is_floating_point else dtype
+        dtype = torch.int64 if dtype == torch.bool else dtype  # ONNX orders numbers only
     if base == "rsub":
         left, right = right, left
     second = w.read(right, dtype)
     if args.get("alpha", 1) != 1:
         second = w.op("Mul", second, w.number(args["alpha"], dtype))
-    kind = {"mul": "And", "add": "Or"}.get(base, BINARY[base]) if dtype == torch.bool else BINARY[base]
+    kind = _LOGICAL.get(base, BINARY[base]) if dtype == torch.bool else BINARY[base]
     result = w.op(kind, w.read(left, dtype), second)
     return w.op("Not", result) if base == "ne" else result
 

@@ -87,10 +87,3 @@ def test_what_inductor_fails_on_is_a_compile_error(monkeypatch):
     monkeypatch.setattr(inductor, "_compile_directly", fail)
     with pytest.raises(CompileError, match="inductor could not compile program: no compiler$"):
         inductor.BACKEND.lower(grl.trace(policy(), rows()))
-
-
-def test_small_programs_get_one_thread():
-    assert inductor.chosen_threads(grl.trace(policy(), rows())) == 1
-    wide = KeyedGraph((nn.Linear(512, 512), ["observation"], ["y"]))
-    large = grl.trace(wide, TensorDict(observation=torch.zeros(512, 512), batch_size=[512]))
-    assert inductor.chosen_threads(large) == torch.get_num_threads()

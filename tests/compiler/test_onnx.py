@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
+import graphrl as grl
 from graphrl.compiler.backends.onnx import BACKEND, export_onnx
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Program
@@ -160,3 +161,38 @@ def test_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytes
 def test_empty_batches_are_refused() -> None:
     refusal = BACKEND.supports(traced(torch.tanh, x=torch.zeros(0, 2)))
     assert refusal is not None and "no elements" in refusal.reason
+
+
+def test_gradients_over_two_batch_dims():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    graph = KeyedGraph((net, ["x"], ["y"]))
+    fast, grads, x = grl.compile(graph, backend="onnx", strict=True), [], torch.randn(2, 5, 3)
+    for call in (graph, fast):
+        leaf = x.clone().requires_grad_()
+        graph.zero_grad()
+        call(TensorDict(x=leaf, batch_size=[2, 5]))["y"].square().sum().backward()
+        grads.append([leaf.grad, *(p.grad.clone() for p in net.parameters())])
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-6)
+
+
+def test_truth_values_are_compared_and_combined_as_numbers():
+    def run(d, e, x):
+        more = [(d > 0) * x, (d >= e) * x, (d < e) * x, (d <= 1) * x, (d == e) * x, (d != 0) * x]
+        return torch.stack([*more, torch.maximum(d, e) * x, torch.minimum(d, e) * x, (d * e) * x, (d + e) * x])
+
+    graph = KeyedGraph((run, ["d", "e", "x"], ["y"]))
+    flags = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
+    td = TensorDict(d=flags[0], e=flags[1], x=torch.randn(4), batch_size=[])
+    fast = grl.compile(graph, td, backend="onnx", strict=True)
+    with torch.no_grad():
+        assert torch.equal(fast(td.clone())["y"], graph(td.clone())["y"])
+
+
+def test_what_the_runtime_itself_does_not_take_is_a_refusal(monkeypatch):
+
+    def fail(*_, **__):
+        raise ValueError("no kernel\nmore")
+
+    monkeypatch.setattr(ort, "InferenceSession", fail)
+    program = grl.trace(KeyedGraph((torch.tanh, ["x"], ["y"])), TensorDict(x=torch.zeros(2), batch_size=[]))
+    assert BACKEND.supports(program).reason == "ONNX Runtime does not take this program: no kernel"

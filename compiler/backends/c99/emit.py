@@ -22,7 +22,10 @@ from graphrl.compiler.backends.c99.values import Buffer, View
 from graphrl.compiler.backends.c99.views import view_of
 from graphrl.compiler.program import Program
 
-__all__ = ["Argument", "Generated", "generate"]
+__all__ = ["OUTSIDE", "Argument", "Generated", "generate"]
+
+OUTSIDE = "graphrl_outside"
+"""The variable that code with live weights sets where an index is out of range; whoever compiles it defines it."""
 
 _FILLED = {"full.default": "fill_value", "full_like.default": "fill_value", "scalar_tensor.default": "s",
            "zeros.default": 0, "ones.default": 1, "zeros_like.default": 0, "ones_like.default": 1,
@@ -83,6 +86,7 @@ class Emitter:
         self.parameters: list[tuple[Buffer, Argument]] = []
         self.group: Group | None = None
         self.count = 0
+        self.checks = False  # whether an index may turn out to be out of range
 
     # ---- what operations use
 
@@ -158,6 +162,11 @@ class Emitter:
     def in_memory(self, view: View) -> View:
         """``view``, written out when it is only a number."""
         return self.materialize(view) if view.buffer.kind == "literal" else view
+
+    def report_outside(self, condition: str) -> list[str]:
+        """Code that sets :data:`OUTSIDE` where an index is out of range; none on a robot, which has nobody to tell."""
+        self.checks = not self.embed
+        return [f"{OUTSIDE} |= {condition};"] if self.checks else []
 
     # ---- the walk
 
@@ -295,6 +304,8 @@ class Emitter:
             self.parameters.append((buffer, Argument(buffer.name, kind, "output", i, view.size, True)))
         sources = [self.view(source) for _, source in writes]
         sources = [self.materialize(s) if s.buffer in written else s for s in sources]
+        if self.checks and writes:  # as in eager, where the error comes before the write
+            self.add_step(Step([f"if ({OUTSIDE}) return;"], set(), set()))
         for (target, _), source in zip(writes, sources, strict=True):
             self.copy(target, source.expand(target.shape))
 

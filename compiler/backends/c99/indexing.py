@@ -38,7 +38,7 @@ def emit_indexing(emitter, node: fx.Node) -> View:  # type: ignore[no-untyped-de
     if len(used) != 1 or used[0][1].meta["val"].dtype == torch.bool:
         raise Unsupported("indexing by several tensors, or by a mask, is not supported", node)
     (dim, places) = used[0]
-    return _take(emitter, node, emitter.view(args["self"]), dim, emitter.view(places))
+    return _take(emitter, node, emitter.view(args["self"]), dim, emitter.view(places), wraps=True)
 
 
 def _cat(emitter, node: fx.Node) -> View:  # type: ignore[no-untyped-def]
@@ -83,8 +83,10 @@ def _repeat(emitter, node: fx.Node) -> View:  # type: ignore[no-untyped-def]
     return out
 
 
-def _take(emitter, node: fx.Node, source: View, dim: int, places: View) -> View:  # type: ignore[no-untyped-def]
-    """``out[a, p, b] = source[a, places[p], b]``."""
+def _take(  # type: ignore[no-untyped-def]
+    emitter, node: fx.Node, source: View, dim: int, places: View, wraps: bool = False
+) -> View:
+    """``out[a, p, b] = source[a, places[p], b]``; with ``wraps`` a negative place counts from the end."""
     value = value_of(node)
     source, places = emitter.in_memory(source), emitter.in_memory(places)
     dim %= len(source.shape)
@@ -96,7 +98,8 @@ def _take(emitter, node: fx.Node, source: View, dim: int, places: View) -> View:
         others = names[:dim] + names[dim + rank :]
         steps = source.strides[:dim] + source.strides[dim + 1 :]
         position = f"{places.buffer.name}[{index(places.offset, places.strides, inside)}]"
-        return _moved(out, source, names, position, source.shape[dim], source.strides[dim], steps, others)
+        place = f"{position} < 0 ? {position} + {source.shape[dim]} : {position}" if wraps else position
+        return _moved(emitter, out, source, names, place, dim, steps, others)
 
     emitter.add_step(Step(loop_nest(out.shape, body), {source.buffer, places.buffer}, {out.buffer}))
     return out
@@ -115,29 +118,27 @@ def _gather(emitter, node: fx.Node) -> View:  # type: ignore[no-untyped-def]
         position = f"{places.buffer.name}[{index(places.offset, places.strides, names)}]"
         others = names[:dim] + names[dim + 1 :]
         steps = source.strides[:dim] + source.strides[dim + 1 :]
-        return _moved(out, source, names, position, source.shape[dim], source.strides[dim], steps, others)
+        return _moved(emitter, out, source, names, position, dim, steps, others)
 
     emitter.add_step(Step(loop_nest(out.shape, body), {source.buffer, places.buffer}, {out.buffer}))
     return out
 
 
-def _moved(
-    out: View,
-    source: View,
-    names: list[str],
-    position: str,
-    size: int,
-    stride: int,
-    steps: tuple[int, ...],
-    others: list[str],
+def _moved(  # type: ignore[no-untyped-def]
+    emitter, out: View, source: View, names: list[str], place: str, dim: int, steps: tuple[int, ...], others: list[str]
 ) -> list[str]:
-    """One element taken from a computed place; a place outside the source gives NaN or 0, never foreign memory."""
+    """One element taken from a computed place; a place outside the source gives NaN or 0, never foreign memory.
+
+    Where somebody is there to raise an error, the emitter's flag is set as well.
+    """
+    size, stride = source.shape[dim], source.strides[dim]
     missing = literal(float("nan"), torch.float32) if source.dtype.is_floating_point else "0"
     if source.dtype == torch.bool:
         missing = "(unsigned char)0"
     return [
-        f"const int64_t place = {position} < 0 ? {position} + {size} : {position};",
+        f"const int64_t place = {place};",
         f"const int inside = place >= 0 && place < {size};",
+        *emitter.report_outside("!inside"),
         f"{out.buffer.name}[{index(0, out.strides, names)}] = inside ? "
         f"{source.buffer.name}[{index(source.offset, steps, others)} + (int)place * {stride}] : {missing};",
     ]
