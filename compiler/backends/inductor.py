@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphrl.compiler.backends.base import Lowered, Refusal
+from graphrl.compiler.backends.inductor_artifacts import kept_on_disk
 from graphrl.compiler.cost import estimate_cost
 from graphrl.compiler.lowering import fake_like
 from graphrl.compiler.program import Port, Program, StateSlot
@@ -65,6 +66,15 @@ def chosen_threads(program: Program) -> int:
 
 def _compile_directly(program: Program, arguments: list[Tensor]) -> Lowered:
     from torch._inductor import config
+
+    settings: dict[str, Any] = {"size_asserts": False, "fallback_random": True, "cpp.threads": chosen_threads(program)}
+    with config.patch(settings):
+        inner = kept_on_disk(program, settings, lambda: _compile_afresh(program, arguments))
+    on_cpu = all(t.device.type == "cpu" for t in arguments)
+    return _on_one_thread(inner) if on_cpu and settings["cpp.threads"] == 1 else inner
+
+
+def _compile_afresh(program: Program, arguments: list[Tensor]) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
@@ -75,12 +85,8 @@ def _compile_directly(program: Program, arguments: list[Tensor]) -> Lowered:
     with mode, torch.no_grad():
         module = make_fx(program.graph_module, decomposition_table=table, tracing_mode="real")(*fakes)
     module = _returning_tuple(module)
-    settings: dict[str, Any] = {"size_asserts": False, "fallback_random": True, "cpp.threads": chosen_threads(program)}
-    with config.patch(settings), torch._guards.tracing(torch._guards.TracingContext(mode)):
-        compiled = compile_fx_inner(copy.deepcopy(module), fakes)
-    inner = getattr(compiled, "current_callable", None) or compiled  # the inner callable skips profiling checks
-    on_cpu = all(t.device.type == "cpu" for t in arguments)
-    return _on_one_thread(inner) if on_cpu and settings["cpp.threads"] == 1 else inner
+    with torch._guards.tracing(torch._guards.TracingContext(mode)):
+        return compile_fx_inner(copy.deepcopy(module), fakes)
 
 
 def _on_one_thread(run: Lowered) -> Lowered:
