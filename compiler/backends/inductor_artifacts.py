@@ -28,7 +28,7 @@ from graphrl.compiler.program import Program
 
 __all__ = ["kept_on_disk", "pack", "unpack"]
 
-MODULE, CONSTANTS, FACTS = "module.py", "constants.safetensors", "facts.json"
+MODULE, FACTS = "module.py", "facts.json"
 
 
 def kept_on_disk(
@@ -72,10 +72,7 @@ def pack(compiled: Any) -> dict[str, bytes] | None:
     from torch._inductor.codecache import PyCodeCache
 
     module = next((m for m in PyCodeCache.modules if getattr(m, "key", None) == compiled.cache_key), None)
-    if module is None or config.triton.cudagraphs or compiled.torchbind_constants or compiled.frozen_param_names:
-        return None
-    constants = dict(compiled.constants or {})
-    if not all(isinstance(t, Tensor) and t.is_contiguous() for t in constants.values()):
+    if module is None or config.triton.cudagraphs or compiled.constants or compiled.torchbind_constants:
         return None
     kernels = {name: file for name, value in vars(module).items() if (file := _library_of(value)) is not None}
     source = _without_compiling(compiled.source_code, set(kernels))
@@ -83,16 +80,11 @@ def pack(compiled: Any) -> dict[str, bytes] | None:
         return None
     facts = {
         "kernels": sorted(kernels),
-        "devices": {name: str(t.device) for name, t in constants.items()},
         "check_alignment": list(compiled.inputs_to_check),
         "mutated": sorted(compiled.mutated_input_idxs),
     }
     files = {f"{name}.so": Path(file).read_bytes() for name, file in kernels.items()}
     files |= {MODULE: source.encode(), FACTS: json.dumps(facts).encode()}
-    if constants:
-        from safetensors.torch import save
-
-        files[CONSTANTS] = save({name: tensor.detach().cpu().clone() for name, tensor in constants.items()})
     return files
 
 
@@ -104,11 +96,6 @@ def unpack(folder: Path, files: Mapping[str, bytes]) -> Callable[[list[Tensor]],
     for name in facts["kernels"]:
         setattr(module, name, _kernel(folder, name))
     exec(compile(files[MODULE], module.__file__, "exec"), module.__dict__)
-    if CONSTANTS in files:
-        from safetensors.torch import load
-
-        for name, tensor in load(files[CONSTANTS]).items():
-            setattr(module, name, tensor.to(facts["devices"][name]))
     run: Callable[[list[Tensor]], Any] = module.call
     if facts["check_alignment"]:
         from torch._inductor.utils import align_inputs_from_check_idxs

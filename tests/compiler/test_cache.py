@@ -176,16 +176,16 @@ def test_an_unwritable_place_costs_nothing_but_the_keeping(tmp_path, monkeypatch
 # ---- backends
 
 
-@pytest.mark.parametrize("held", [None, torch.arange(4.0)])
-def test_what_inductor_made_is_found_again(held, monkeypatch):
-    made = program() if held is None else with_attribute(held)
+def test_what_inductor_made_is_found_again(monkeypatch):
+    made = program()
     arguments = made.arguments([torch.randn(2, 3)])
     first = get_backend("inductor").lower(made)
     assert cache.outcome(made) == "miss, now kept"
     monkeypatch.setattr(inductor, "_compile_afresh", lambda *_: pytest.fail("compiled again"))
     second = get_backend("inductor").lower(made)
     assert cache.outcome(made).startswith("hit")
-    (one,), (two,), (expected,) = first(list(arguments)), second(list(arguments)), made.graph_module(*arguments)
+    with torch.no_grad():
+        (one,), (two,), (expected,) = first(list(arguments)), second(list(arguments)), made.graph_module(*arguments)
     assert torch.equal(one, two)
     torch.testing.assert_close(two, expected, rtol=1e-5, atol=1e-6)
 
