@@ -129,8 +129,7 @@ def benchmark(
         times = time_interleaved(runs, repeats=repeats)
     base = statistics.median(times["eager, TensorDict"])
     rows = [_row(name, seconds, base, compile_s.get(name), errors.get(name)) for name, seconds in times.items()]
-    nan = float("nan")
-    rows += [BenchmarkRow(name, nan, nan, nan, nan, None, None, note) for name, note in notes.items()]
+    rows += [refused_row(name, note) for name, note in notes.items()]
     return BenchmarkTable(f"{type(graph).__name__}, batch {list(example.batch_size)}", tuple(rows), machine())
 
 
@@ -163,6 +162,12 @@ def table_of(
     base = statistics.median(next(iter(times.values())))
     rows = tuple(_row(name, seconds, base, (compile_s or {}).get(name), None) for name, seconds in times.items())
     return BenchmarkTable(title, rows, machine())
+
+
+def refused_row(name: str, reason: str) -> BenchmarkRow:
+    """A competitor that did not run, and why."""
+    nan = float("nan")
+    return BenchmarkRow(name, nan, nan, nan, nan, None, None, reason)
 
 
 def machine() -> dict[str, Any]:

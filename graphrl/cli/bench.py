@@ -16,7 +16,7 @@ __all__ = ["run"]
 class Bench:
     """Measure graphrl beside its peers. All competitors of a suite take turns in one run."""
 
-    suite: str = "policy,update,gae,collector"
+    suite: str = "policy,update,ensemble,gae,collector"
     """Comma-separated."""
     device: str = "cpu"
     peers: bool = True
