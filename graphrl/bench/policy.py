@@ -119,6 +119,8 @@ def _per_call(row: BenchmarkRow) -> BenchmarkRow:
         quartile_1_us=row.quartile_1_us / C_CALLS,
         quartile_3_us=row.quartile_3_us / C_CALLS,
         ratio=row.ratio * C_CALLS,
+        ratio_quartile_1=row.ratio_quartile_1 * C_CALLS,
+        ratio_quartile_3=row.ratio_quartile_3 * C_CALLS,
     )
 
 

@@ -58,9 +58,11 @@ def test_compile_times_are_of_cold_caches(monkeypatch):
 
 
 def test_policy_and_update_through_the_command(tmp_path, capsys):
-    file, page = tmp_path / "bench.json", tmp_path / "bench.md"
+    pytest.importorskip("matplotlib")
+    file, page, plot = tmp_path / "bench.json", tmp_path / "bench.md", tmp_path / "bench.png"
     arguments = ["bench", "--suite", "policy,update", "--no-peers", "--repeats", "2"]
-    assert main([*arguments, "--json", str(file), "--markdown", str(page)]) == 0
+    assert main([*arguments, "--json", str(file), "--markdown", str(page), "--plot", str(plot)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
     policy, update = json.loads(file.read_text())
     names = [row["name"] for row in policy["rows"]]
     assert {"eager, TensorDict", "inductor, call", "native, call", "nn.Sequential, eager"} <= set(names)
