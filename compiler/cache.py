@@ -72,7 +72,7 @@ class CacheEntry:
     def age_s(self) -> float:
         """Seconds since it was written."""
         with contextlib.suppress(OSError):
-            return max(0.0, time.time() - float(self.record.get("created", self.folder.stat().st_mtime)))
+            return max(0.0, time.time() - (self.record["created"] if self.intact else self.folder.stat().st_mtime))
         return 0.0
 
 
@@ -94,7 +94,8 @@ def cache_key(program: Program, backend: str, cxx: str | None, **settings: Any) 
     if constants is None:
         return None
     layouts = [slot.read().stride() for slot in program.state] + [n.strides for n in program.noise]
-    on_gpu = any(p.device.type != "cpu" for p in (*program.inputs, *program.outputs, *program.state, *program.noise))
+    ports: list[Any] = [*program.inputs, *program.outputs, *program.state, *program.noise]
+    on_gpu = any(port.device.type != "cpu" for port in ports)
     parts = {
         "program": _sha256(program.code.encode()),
         "layouts": repr(layouts),
@@ -247,7 +248,8 @@ def _read(folder: Path) -> CacheEntry | None:
             intact = name in files and _sha256(files[name]) == told["sha256"]
             if not intact:
                 return CacheEntry(folder, record, {}, False)
-        return CacheEntry(folder, record, files, isinstance(record["key"], dict) and TEXT in files)
+        whole = isinstance(record["key"], dict) and isinstance(record["created"], float) and TEXT in files
+        return CacheEntry(folder, record, files, whole)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return CacheEntry(folder, record if isinstance(record, dict) else {}, {}, False)
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from graphrl.compiler import cache
 from graphrl.compiler.program import Program
@@ -33,7 +32,7 @@ MODULE, FACTS = "module.py", "facts.json"
 
 def kept_on_disk(
     program: Program, settings: Mapping[str, Any], compile_afresh: Callable[[], Any]
-) -> Callable[[list[Tensor]], Any]:
+) -> Callable[[list[Any]], Any]:
     """``program`` from the cache, or from ``compile_afresh`` and then into it.
 
     What was just written is loaded again and returned, so the check before the first use is of what later processes
@@ -49,7 +48,7 @@ def kept_on_disk(
         return run
     compiled = compile_afresh()
     files = None if key is None else pack(compiled)
-    entry = None if files is None else cache.store(key, files, time.perf_counter() - start)
+    entry = None if key is None or files is None else cache.store(key, files, time.perf_counter() - start)
     run = _loaded(entry)
     cache.note_outcome(program, "miss, not kept" if run is None else "miss, now kept")
     return run or getattr(compiled, "current_callable", None) or compiled  # the inner one skips profiling checks
@@ -59,10 +58,10 @@ def _listed(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def _loaded(entry: cache.CacheEntry | None) -> Callable[[list[Tensor]], Any] | None:
+def _loaded(entry: cache.CacheEntry | None) -> Callable[[list[Any]], Any] | None:
     try:
         return None if entry is None else unpack(entry.folder, entry.files)
-    except (ImportError, OSError, AttributeError, KeyError):  # cleared meanwhile, or a torch that was patched
+    except Exception:  # cleared meanwhile, or no longer understood: whatever does not load is compiled
         return None
 
 
@@ -72,15 +71,19 @@ def pack(compiled: Any) -> dict[str, bytes] | None:
     from torch._inductor.codecache import PyCodeCache
 
     module = next((m for m in PyCodeCache.modules if getattr(m, "key", None) == compiled.cache_key), None)
-    if module is None or config.triton.cudagraphs or compiled.constants or compiled.torchbind_constants:
+    wrapped = config.triton.cudagraphs or getattr(compiled, "_wrap_compiled_regions", False)
+    if module is None or wrapped or compiled.constants or compiled.torchbind_constants:
         return None
     kernels = {name: file for name, value in vars(module).items() if (file := _library_of(value)) is not None}
     source = _without_compiling(compiled.source_code, set(kernels))
     if source is None:
         return None
+    check, deferred = list(compiled.inputs_to_check), getattr(compiled, "_defers_input_alignment", False)
+    if deferred:  # the module copies what is misaligned itself, but not what it writes into
+        check = [i for i in check if i in compiled.mutated_input_idxs]
     facts = {
         "kernels": sorted(kernels),
-        "check_alignment": list(compiled.inputs_to_check),
+        "check_alignment": check,
         "mutated": sorted(compiled.mutated_input_idxs),
     }
     files = {f"{name}.so": Path(file).read_bytes() for name, file in kernels.items()}
@@ -88,7 +91,7 @@ def pack(compiled: Any) -> dict[str, bytes] | None:
     return files
 
 
-def unpack(folder: Path, files: Mapping[str, bytes]) -> Callable[[list[Tensor]], Any]:
+def unpack(folder: Path, files: Mapping[str, bytes]) -> Callable[[list[Any]], Any]:
     """The callable that ``pack`` took apart. ``files`` are the verified bytes of ``folder``."""
     facts = json.loads(files[FACTS])
     module = types.ModuleType(f"graphrl_program_{folder.name}")
@@ -96,7 +99,7 @@ def unpack(folder: Path, files: Mapping[str, bytes]) -> Callable[[list[Tensor]],
     for name in facts["kernels"]:
         setattr(module, name, _kernel(folder, name))
     exec(compile(files[MODULE], module.__file__, "exec"), module.__dict__)
-    run: Callable[[list[Tensor]], Any] = module.call
+    run: Callable[[list[Any]], Any] = module.call
     if facts["check_alignment"]:
         from torch._inductor.utils import align_inputs_from_check_idxs
         from torch.utils._ordered_set import OrderedSet

@@ -162,7 +162,8 @@ def _sac(width: int, device: str, compiled: bool) -> Step:
         value = _values(critics, now, action).min(0).values
         return (log_alpha.exp().detach() * log_prob - value).mean(), log_prob.detach()
 
-    run_critic, run_actor = (torch.compile(f) if compiled else f for f in (critic_loss, actor_loss))
+    run_critic: Callable[..., Tensor] = torch.compile(critic_loss) if compiled else critic_loss
+    run_actor: Callable[[Tensor], tuple[Tensor, Tensor]] = torch.compile(actor_loss) if compiled else actor_loss
 
     def step(batch: TensorDictBase) -> dict[str, Tensor]:
         columns = _columns(batch)
@@ -192,7 +193,7 @@ def _redq(width: int, device: str, compiled: bool) -> Step:
             target = reward + GAMMA * (~terminated) * value
         return (_values(critics, now, action) - target).square().mean((1, 2)).sum()
 
-    run_loss = torch.compile(loss) if compiled else loss
+    run_loss: Callable[..., Tensor] = torch.compile(loss) if compiled else loss
 
     def step(batch: TensorDictBase) -> dict[str, Tensor]:
         total = run_loss(*_columns(batch), torch.randperm(REDQ_CRITICS, device=device)[:REDQ_SUBSET])

@@ -55,17 +55,13 @@ def _show() -> None:
     title = f"{cache.programs_dir()}: {len(found)} program(s), {total}"
     table = Table("entry", "program", "backend", "shapes", "size", "age", "compile s", title=title)
     for entry in found:
-        told = entry.record
-        shapes = f"{', '.join(map(str, told.get('inputs', [])))} -> {', '.join(map(str, told.get('outputs', [])))}"
-        table.add_row(
-            entry.folder.name[:12],
-            escape(str(told.get("name", "?"))),
-            str(told.get("backend", "?")),
-            escape(shapes) if entry.intact else "broken: it will be compiled again",
-            _bytes(entry.size),
-            _age(entry.age_s),
-            f"{told.get('compile_seconds', 0):.1f}" if entry.intact else "",
-        )
+        name, told, size, age = entry.folder.name[:12], entry.record, _bytes(entry.size), _age(entry.age_s)
+        if not entry.intact:
+            table.add_row(name, "?", "?", "broken: will be compiled again", size, age, "")
+            continue
+        shapes = f"{', '.join(told['inputs'])} -> {', '.join(told['outputs'])}"
+        seconds = f"{told['compile_seconds']:.1f}"
+        table.add_row(name, escape(told["name"]), told["backend"], escape(shapes), size, age, seconds)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 

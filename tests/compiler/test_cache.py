@@ -123,6 +123,9 @@ BREAKS = {
     "the record is no JSON": lambda f: (f / "record.json").write_text('{"key": '),
     "the record is a list": lambda f: (f / "record.json").write_text("[]"),
     "the record is empty": lambda f: (f / "record.json").write_text("{}"),
+    "the time is no number": lambda f: (f / "record.json").write_text(
+        (f / "record.json").read_text().replace('"created": ', '"created": "x", "was": ')
+    ),
     "no record": lambda f: (f / "record.json").unlink(),
     "from another torch": lambda f: (f / "record.json").write_text(
         (f / "record.json").read_text().replace(torch.__version__, "1.0")
@@ -137,7 +140,7 @@ BREAKS = {
 def test_a_broken_entry_is_not_loaded_and_is_written_again(how, folder):
     key = stored()
     BREAKS[how](folder / key.digest)
-    assert cache.load(key) is None
+    assert cache.load(key) is None and len(list(cache.entries())) == 1
     entry = cache.store(key, {"a.bin": b"artifact"}, 1.0)
     assert entry is not None and cache.load(key).files["a.bin"] == b"artifact"
     assert [f.name for f in folder.iterdir()] == [key.digest]
