@@ -7,17 +7,20 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from graphrl._version import __version__
+from graphrl.compiler.cache import outcome
 from graphrl.compiler.compiled import compile
 from graphrl.compiler.trace import as_example, trace
 from graphrl.compiler.verify import float64_reference, relative_error
@@ -32,7 +35,12 @@ _COLUMNS = ("median us", "quartiles", "times faster", "compile s", "error")
 
 @dataclass(frozen=True)
 class BenchmarkRow:
-    """One competitor. Times in microseconds per call; ``ratio``: median of the first row divided by this one's."""
+    """One competitor. Times in microseconds per call.
+
+    ``ratio``: how many times faster than the first row, the median over rounds of the two times' ratio within a round;
+    its quartiles tell how far it moved. ``error``: largest one against float64. ``from_disk``: the compile time is that
+    of loading from the on-disk cache.
+    """
 
     name: str
     median_us: float
@@ -42,6 +50,9 @@ class BenchmarkRow:
     compile_s: float | None
     error: float | None
     note: str = ""
+    ratio_quartile_1: float = float("nan")
+    ratio_quartile_3: float = float("nan")
+    from_disk: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,12 @@ class BenchmarkTable:
         lines = ["| | " + " | ".join(_COLUMNS) + " |", "|---" * (len(_COLUMNS) + 1) + "|"]
         lines += ["| " + " | ".join(cells) + " |" for cells in map(_cells, self.rows)]
         return "\n".join(lines)
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw medians and quartiles as a PNG. Raises :class:`MissingExtraError` without matplotlib."""
+        from graphrl.compiler.benchmark_plot import plot_tables
+
+        return plot_tables([self], path)
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -91,11 +108,13 @@ def benchmark(
     others: Mapping[str, Callable[[], Any]] | None = None,
     repeats: int = 40,
 ) -> BenchmarkTable:
-    """Time ``graph`` eagerly and compiled, TensorDict in and out and by ``call``, without gradients.
+    """Time ``graph`` eagerly and compiled by each of ``backends``, TensorDict in and out and by ``call``, no gradients.
 
     Every competitor runs in turn within each of ``repeats`` rounds, so a slow moment of the machine hits all. Reported:
-    median and quartiles over rounds, compile time apart, and the largest error against the float64 interpreter (only
-    where the graph draws no random numbers). ``others``: more competitors, as functions without arguments.
+    median and quartiles over rounds, how many times faster than the first row with its own quartiles, compile time
+    apart, and the largest error against the float64 interpreter (only where the graph draws no random numbers).
+    ``others``: more competitors, as functions without arguments. One that returns what the graph writes, as tensors or
+    arrays in ``out_keys`` order or as a TensorDict, has its error in the table too.
     """
     example = as_example(example)
     program = trace(graph, example)
@@ -104,6 +123,7 @@ def benchmark(
     scratch = example.copy()
     runs: dict[str, Callable[[], Any]] = {"eager, TensorDict": lambda: graph(scratch)}
     compile_s: dict[str, float] = {}
+    from_disk: set[str] = set()
     notes: dict[str, str] = {}
     errors: dict[str, float] = {}
     if reference is not None:
@@ -119,18 +139,22 @@ def benchmark(
             continue
         names = (f"{backend}, TensorDict", f"{backend}, call")
         compile_s.update(dict.fromkeys(names, time.perf_counter() - start))
+        if outcome(fast.entries()[0].program).startswith("hit"):
+            from_disk.update(names)
         runs[names[0]] = partial(fast, scratch)
         runs[names[1]] = partial(fast.call, *inputs)
         if reference is not None:
             with torch.no_grad():
                 errors.update(dict.fromkeys(names, _worst(fast.call(*inputs), reference)))
-    runs.update(others or {})
+    for name, run in (others or {}).items():
+        runs[name] = run
+        if reference is not None and (found := _tensors(run, program.out_keys)) is not None:
+            if [t.shape for t in found] == [t.shape for t in reference]:
+                errors[name] = _worst(found, reference)
     with torch.no_grad():
         times = time_interleaved(runs, repeats=repeats)
-    base = statistics.median(times["eager, TensorDict"])
-    rows = [_row(name, seconds, base, compile_s.get(name), errors.get(name)) for name, seconds in times.items()]
-    nan = float("nan")
-    rows += [BenchmarkRow(name, nan, nan, nan, nan, None, None, note) for name, note in notes.items()]
+    rows = list(_rows(times, compile_s, errors, from_disk))
+    rows += [refused_row(name, note) for name, note in notes.items()]
     return BenchmarkTable(f"{type(graph).__name__}, batch {list(example.batch_size)}", tuple(rows), machine())
 
 
@@ -160,9 +184,13 @@ def table_of(
     title: str, times: Mapping[str, Sequence[float]], compile_s: Mapping[str, float] | None = None
 ) -> BenchmarkTable:
     """A table from the result of :func:`time_interleaved`; ratios are against the first entry."""
-    base = statistics.median(next(iter(times.values())))
-    rows = tuple(_row(name, seconds, base, (compile_s or {}).get(name), None) for name, seconds in times.items())
-    return BenchmarkTable(title, rows, machine())
+    return BenchmarkTable(title, tuple(_rows(times, compile_s or {}, {}, ())), machine())
+
+
+def refused_row(name: str, reason: str) -> BenchmarkRow:
+    """A competitor that did not run, and why."""
+    nan = float("nan")
+    return BenchmarkRow(name, nan, nan, nan, nan, None, None, reason)
 
 
 def machine() -> dict[str, Any]:
@@ -185,11 +213,29 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def _row(
-    name: str, seconds: Sequence[float], base: float, compile_s: float | None, error: float | None
-) -> BenchmarkRow:
-    low, median, high = statistics.quantiles(seconds, n=4)
-    return BenchmarkRow(name, 1e6 * median, 1e6 * low, 1e6 * high, base / median, compile_s, error)
+def _rows(
+    times: Mapping[str, Sequence[float]],
+    compile_s: Mapping[str, float],
+    errors: Mapping[str, float],
+    from_disk: Collection[str],
+) -> Iterator[BenchmarkRow]:
+    base = next(iter(times.values()))
+    for name, seconds in times.items():
+        low, median, high = (1e6 * s for s in statistics.quantiles(seconds, n=4))
+        slow, middle, fast = statistics.quantiles([a / b for a, b in zip(base, seconds, strict=True)], n=4)
+        given = compile_s.get(name), errors.get(name), ""
+        yield BenchmarkRow(name, median, low, high, middle, *given, slow, fast, name in from_disk)
+
+
+def _tensors(run: Callable[[], Any], keys: Sequence[Key]) -> list[Tensor] | None:
+    """What a competitor returns, as one tensor a key; ``None`` where it is something else."""
+    with torch.no_grad():
+        result = run()
+    if isinstance(result, TensorDictBase):
+        result = [result.get(key, None) for key in keys]
+    found = list(result) if isinstance(result, (tuple, list)) else [result]
+    found = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in found]
+    return found if len(found) == len(keys) and all(isinstance(x, Tensor) for x in found) else None
 
 
 def _cells(row: BenchmarkRow) -> list[str]:
@@ -199,10 +245,14 @@ def _cells(row: BenchmarkRow) -> list[str]:
         row.name,
         _short(row.median_us),
         f"{_short(row.quartile_1_us)}-{_short(row.quartile_3_us)}",
-        f"{row.ratio:.1f}" if row.ratio >= 0.95 else f"{row.ratio:.2g}",
-        "" if row.compile_s is None else f"{row.compile_s:.1f}",
+        f"{_factor(row.ratio)} ({_factor(row.ratio_quartile_1)}-{_factor(row.ratio_quartile_3)})",
+        "" if row.compile_s is None else f"{row.compile_s:.1f}{' (disk)' if row.from_disk else ''}",
         "" if row.error is None else f"{row.error:.0e}",
     ]
+
+
+def _factor(value: float) -> str:
+    return f"{value:.1f}" if value >= 0.95 else f"{value:.2g}"
 
 
 def _short(value: float) -> str:

@@ -1,12 +1,17 @@
-"""What the compiler did, in words: passes, node counts, who runs what, refusals, retraces."""
+"""What the compiler did, in words: drawn graph, passes, who runs what, refusals, retraces, assumptions, cost."""
 
 from __future__ import annotations
 
 import io
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
+from graphrl.compiler.cache import outcome
 from graphrl.compiler.compiled import CompiledGraph, Entry
 from graphrl.compiler.cost import estimate_cost
+from graphrl.compiler.drawing import Drawing, draw
 from graphrl.compiler.program import Program
 from graphrl.compiler.update import CompiledUpdate
 from graphrl.graph import KeyedGraph
@@ -15,10 +20,29 @@ __all__ = ["Explanation", "explain"]
 
 
 class Explanation:
-    """Printable account of a compiled object; ``str()`` gives it as plain text."""
+    """Printable account of a compiled object: ``str()`` gives plain text, ``write_html`` a page.
 
-    def __init__(self, title: str, mermaid: str | None, entries: list[Entry], retraces: list[str]) -> None:
-        self.title, self.mermaid, self.entries, self.retraces = title, mermaid, entries, retraces
+    ``drawing``: the keyed graph, ``None`` for what is no graph.
+    """
+
+    def __init__(self, title: str, drawing: Drawing | None, entries: list[Entry], retraces: list[str]) -> None:
+        self.title, self.drawing, self.entries, self.retraces = title, drawing, entries, retraces
+
+    def write_html(self, path: str | Path) -> Path:
+        """Write one self-contained page: no script, nothing fetched. A page that is there is replaced in one step."""
+        from graphrl.compiler.explain_html import page
+
+        target = Path(path)
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(page(self))
+            os.chmod(name, 0o644)
+            os.replace(name, target)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+        return target
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -29,20 +53,18 @@ class Explanation:
         return out.getvalue()
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
+        from rich.markup import escape
         from rich.table import Table
+        from rich.text import Text
 
         yield f"[bold]{self.title}[/bold]: {len(self.entries)} program(s), {len(self.retraces)} retrace(s)"
-        if self.mermaid:
-            yield self.mermaid
+        if self.drawing:
+            yield Text(self.drawing.to_mermaid())
         for i, entry in enumerate(self.entries):
             yield ""
-            yield _entry_line(i, entry)
-            for line in entry.program.graph_module.meta.get("parts", ()):
-                yield f"  {line}"
-            for refusal in entry.refusals:
-                yield f"  refused by {refusal}"
-            for line in entry.program.assumptions:
-                yield f"  checked at each call: {line}"
+            yield f"program {i} on {entry.backend}"
+            for name, what in facts(entry).items():
+                yield f"  {name:10} {escape(what)}"
             if _backward_count(entry):
                 yield "  passes over forward and backward together:"
             table = Table("pass", "ms", "operations", box=None, pad_edge=False)
@@ -51,13 +73,14 @@ class Explanation:
                 table.add_row(record.name, f"{1e3 * record.seconds:.1f}", counts)
             yield table
         for reason in self.retraces:
-            yield f"retrace: {reason}"
+            yield escape(f"retrace: {reason}")
 
 
 def explain(compiled: CompiledGraph | CompiledUpdate | Program) -> Explanation:
     """Tell what was compiled: the drawn graph, each program's passes, backend, parity, refusals, retraces and cost.
 
-    ``print(grl.explain(fast))``. Takes a compiled graph, a compiled update, or a program.
+    ``print(grl.explain(fast))``, or ``grl.explain(fast).write_html("fast.html")`` for a page with the program after
+    each pass. Takes a compiled graph, a compiled update, or a program. Raises :class:`TypeError` for anything else.
     """
     if isinstance(compiled, Program):
         entry = Entry(compiled, "not lowered", (), 0.0, "traced", None, compiled.run, False)
@@ -67,21 +90,30 @@ def explain(compiled: CompiledGraph | CompiledUpdate | Program) -> Explanation:
         return Explanation(f"update {name}", None, compiled.entries(), compiled.retraces)
     if isinstance(compiled, CompiledGraph):
         graph = compiled.graph
-        drawn = graph.to_mermaid() if isinstance(graph, KeyedGraph) else None
-        return Explanation(type(graph).__name__, drawn, compiled.entries(), compiled.retraces)
+        entries = compiled.entries()
+        drawn = draw(graph, entries[0].program.inputs if entries else ()) if isinstance(graph, KeyedGraph) else None
+        return Explanation(type(graph).__name__, drawn, entries, compiled.retraces)
     raise TypeError(f"explain takes what compile, compile_update or trace returned, not a {type(compiled).__name__}")
 
 
-def _entry_line(i: int, entry: Entry) -> str:
+def facts(entry: Entry) -> dict[str, str]:
+    """What there is to say about one program, a line each."""
     cost = estimate_cost(entry.program)
-    parity = "not checked" if entry.parity is None else f"error {entry.parity:.1e} against float64"
-    how = entry.program.graph_module.meta.get("how")
-    return (
-        f"program {i} on {entry.backend}{f', {how}' if how else ''}: {_operations(entry)}, "
-        f"{_short(cost.flops)}FLOP, {_short(cost.bytes)}B, "
-        f"compiled in {entry.seconds:.1f} s, {parity}{', differentiable' if entry.differentiable else ''}\n"
-        f"  {entry.reason}"
-    )
+    found = {
+        "compiled": f"in {entry.seconds:.1f} s: {entry.reason}",
+        "work": f"{_operations(entry)}, {_short(cost.flops)}FLOP, {_short(cost.bytes)}B read or written",
+        "parity": "not checked" if entry.parity is None else f"error {entry.parity:.1e} against float64",
+        "gradients": "differentiable" if entry.differentiable else "none",
+    }
+    notes = entry.program.graph_module.meta
+    if "how" in notes:
+        found["threads"] = notes["how"]
+    found |= {f"part {i}": text for i, text in enumerate(notes.get("parts", ()))}
+    if kept := outcome(entry.program):
+        found["disk cache"] = kept
+    numbered = [(f"refusal {i}" if i else "refusal", text) for i, text in enumerate(entry.refusals)]
+    numbered += [(f"assumes {i}" if i else "assumes", text) for i, text in enumerate(entry.program.assumptions)]
+    return found | dict(numbered)
 
 
 def _operations(entry: Entry) -> str:

@@ -107,12 +107,13 @@ class Noise:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: its name, its wall time and the node counts around it."""
+    """What one pass did: its name, its wall time, the node counts around it, and the program it was given."""
 
     name: str
     seconds: float
     nodes_before: int
     nodes_after: int
+    before: Program | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ Inputs, state and draws are all arguments of the library, so weights stay live. 
 
 from __future__ import annotations
 
-import hashlib
-import os
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,17 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from graphrl.compiler import cache
 from graphrl.compiler.backends.base import Lowered, Refusal
 from graphrl.compiler.backends.inductor import as_inductor_sees_it, example_arguments, quietly
-from graphrl.compiler.backends.native import cache_dir, cpu_name
+from graphrl.compiler.backends.inductor_artifacts import cxx_compilers
 from graphrl.compiler.backends.threads import estimated_threads, on_threads
 from graphrl.compiler.program import Program
 from graphrl.errors import CompileError
 
 __all__ = ["BACKEND", "Aot", "write_package"]
+
+PACKAGE = "program.pt2"
 
 
 class Aot:
@@ -68,21 +70,27 @@ def write_package(program: Program, path: str | Path) -> None:
 
 
 def _cached_package(program: Program, threads: int) -> Path:
-    """The package of ``program``: its name is a hash of all that decides what is in it."""
-    arguments = example_arguments(program)
-    module = as_inductor_sees_it(program, arguments, FakeTensorMode())
-    layouts = [(tuple(t.shape), t.stride(), t.dtype) for t in arguments]
-    text = "\0".join((module.code, str(layouts), torch.__version__, str(threads), cpu_name()))
-    target = cache_dir("aot") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.pt2"
-    if not target.exists():
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-                _compile(module, arguments, threads, Path(folder, "program.pt2"))
-                os.replace(Path(folder, "program.pt2"), target)  # several processes may do this at once
-        except OSError as error:
-            raise CompileError(f"aot: cannot write to {target.parent} ({error}): set GRAPHRL_CACHE_DIR") from error
-    return target
+    """The package of ``program``, from the cache or compiled into it."""
+    from torch._inductor import config
+
+    cxx = next((c for c in cxx_compilers(config) if c), None)
+    key = cache.cache_key(program, "aot", cxx, threads=threads, inductor=config.get_hash().hex())
+    if key is None:
+        raise CompileError(f"aot: {program.name} holds a constant that cannot be written down")
+    start = time.perf_counter()
+    entry, what = cache.load(key), "hit"
+    if entry is None:
+        arguments = example_arguments(program)
+        module = as_inductor_sees_it(program, arguments, FakeTensorMode())
+        with tempfile.TemporaryDirectory() as folder:
+            package = Path(folder, PACKAGE)
+            _compile(module, arguments, threads, package)
+            files = {PACKAGE: package.read_bytes()}
+        entry, what = cache.store(key, files, time.perf_counter() - start), "miss, now kept"
+    if entry is None:
+        raise CompileError(f"aot: cannot write to {cache.programs_dir()}: set GRAPHRL_CACHE_DIR")
+    cache.note_outcome(program, what)
+    return entry.folder / PACKAGE
 
 
 def _compile(module: fx.GraphModule, arguments: Sequence[Tensor], threads: int, path: Path) -> None:

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphrl.compiler.backends.base import Lowered, Refusal
 from graphrl.compiler.backends.cuda_graph import captured
+from graphrl.compiler.backends.inductor_artifacts import kept_on_disk
 from graphrl.compiler.backends.threads import on_fastest
 from graphrl.compiler.lowering import fake_like
 from graphrl.compiler.program import Port, Program, StateSlot
@@ -72,20 +73,24 @@ def as_inductor_sees_it(program: Program, arguments: Sequence[Tensor], mode: Fak
 
 def _compile_directly(program: Program, arguments: list[Tensor]) -> Lowered:
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    mode = FakeTensorMode()
-    module = as_inductor_sees_it(program, arguments, mode)
 
     def compiled_for(threads: int) -> Lowered:
         settings: dict[str, Any] = {"size_asserts": False, "fallback_random": True, "cpp.threads": threads}
-        with config.patch(settings), torch._guards.tracing(torch._guards.TracingContext(mode)):
-            compiled = compile_fx_inner(copy.deepcopy(module), fake_like(arguments, mode))
-        return getattr(compiled, "current_callable", None) or compiled  # the inner callable skips profiling checks
+        with config.patch(settings):
+            return kept_on_disk(program, settings, lambda: _compile_afresh(program, arguments))
 
     if all(t.device.type == "cpu" for t in arguments):
         return on_fastest(program, arguments, compiled_for)
     return captured(program, compiled_for(torch.get_num_threads()))
+
+
+def _compile_afresh(program: Program, arguments: list[Tensor]) -> Any:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    mode = FakeTensorMode()
+    module = as_inductor_sees_it(program, arguments, mode)
+    with torch._guards.tracing(torch._guards.TracingContext(mode)):
+        return compile_fx_inner(copy.deepcopy(module), fake_like(arguments, mode))
 
 
 def _vector_products() -> dict[Any, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import os
-import platform
 import shutil
 import struct
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphrl.compiler import cache
 from graphrl.compiler.backends.base import Refusal, written_input
 from graphrl.compiler.backends.c99.emit import OUTSIDE, Generated, generate
 from graphrl.compiler.backends.c99.nodes import Unsupported
 from graphrl.compiler.program import Program
 from graphrl.errors import CompileError
 
-__all__ = ["BACKEND", "Native", "NativeProgram", "cache_dir", "cpu_name", "find_compiler"]
+__all__ = ["BACKEND", "Native", "NativeProgram", "find_compiler"]
 
 FLAGS = ("-std=gnu99", "-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 """``-fno-math-errno -fno-trapping-math`` change no result; sums are reordered only where the C asks for it."""
+
+LIBRARY = "program.so"
 
 STACK_BYTES = 1 << 16
 """Scratch above this lives in thread-local memory: a large batch would overflow the stack."""
@@ -72,7 +74,7 @@ class NativeProgram:
     def __init__(self, program: Program) -> None:
         self.code, generated = native_code(program)
         self._library: ctypes.CDLL = ctypes.PyDLL(
-            str(compiled(self.code))
+            str(compiled(program, self.code))
         )  # a call of microseconds is not worth a GIL release
         if _work(program) > 1_000_000:
             self._library = ctypes.CDLL(self._library._name)
@@ -217,34 +219,31 @@ def find_compiler() -> str | None:
     return None
 
 
-def cache_dir(backend: str = "native") -> Path:
-    """Where compiled programs are kept: ``$GRAPHRL_CACHE_DIR``, else ``~/.cache/graphrl``."""
-    return Path(os.environ.get("GRAPHRL_CACHE_DIR") or Path.home() / ".cache" / "graphrl") / backend
+def compiled(program: Program, code: str) -> Path:
+    """The shared library of ``code``, which was generated from ``program``: from the cache or compiled into it.
 
-
-def compiled(code: str) -> Path:
-    """The shared library of ``code``, from the cache or compiled into it.
-
-    The name is a hash of the text, the compiler, the flags and the CPU. It is written beside its place and then
-    renamed, so several processes may compile the same program at once. Raises :class:`CompileError`.
+    Raises :class:`CompileError` where there is no compiler or no place to write.
     """
     compiler = find_compiler()
     if compiler is None:
         raise CompileError(f"native: {NO_COMPILER}")
-    key = hashlib.sha256("\0".join((code, _version(compiler), *FLAGS, cpu_name())).encode()).hexdigest()
-    target = cache_dir() / f"{key[:32]}.so"
-    if target.exists():
-        return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            source, library = Path(folder, "program.c"), Path(folder, "program.so")
+    digest = hashlib.sha256(code.encode()).hexdigest()
+    key = cache.cache_key(program, "native", compiler, flags=FLAGS, code=digest)
+    if key is None:
+        raise CompileError(f"native: {program.name} holds a constant that cannot be written down")
+    start = time.perf_counter()
+    entry, what = cache.load(key), "hit"
+    if entry is None:
+        with tempfile.TemporaryDirectory() as folder:
+            source, library = Path(folder, "program.c"), Path(folder, LIBRARY)
             source.write_text(code)
             _compile(compiler, source, library)
-            os.replace(library, target)
-    except OSError as error:
-        raise CompileError(f"native: cannot write to {target.parent} ({error}): set GRAPHRL_CACHE_DIR") from error
-    return target
+            files = {source.name: code.encode(), LIBRARY: library.read_bytes()}
+        entry, what = cache.store(key, files, time.perf_counter() - start), "miss, now kept"
+    if entry is None:
+        raise CompileError(f"native: cannot write to {cache.programs_dir()}: set GRAPHRL_CACHE_DIR")
+    cache.note_outcome(program, what)
+    return entry.folder / LIBRARY
 
 
 def _compile(compiler: str, source: Path, library: Path) -> None:
@@ -256,23 +255,6 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
             return
         errors = result.stderr
     raise CompileError(f"native: {compiler} failed on generated code:\n{errors[:2000]}")
-
-
-@functools.cache
-def _version(compiler: str) -> str:
-    result = subprocess.run([compiler, "--version"], capture_output=True, text=True)
-    return f"{compiler} {result.stdout}"
-
-
-@functools.cache
-def cpu_name() -> str:
-    """What ``-march=native`` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() + platform.machine()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
 BACKEND = Native()

@@ -45,8 +45,9 @@ def run_passes(program: Program, *, deploy: bool = False) -> Program:
     limit = os.environ.get("GRAPHRL_PASS_LIMIT")
     passes = (DEPLOY if deploy else LIVE)[: int(limit) if limit else None]
     for step in passes:
-        before, start = program.node_count(), time.perf_counter()
+        before, start = program, time.perf_counter()
         program = step(program)
-        record = PassRecord(step.__name__, time.perf_counter() - start, before, program.node_count())
+        seconds = time.perf_counter() - start
+        record = PassRecord(step.__name__, seconds, before.node_count(), program.node_count(), before)
         program = replace(program, history=(*program.history, record))
     return program

@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 from graphrl.bench.tables import BenchOptions, installed
+from graphrl.compiler.backends import BACKENDS
 from graphrl.compiler.benchmark import BenchmarkRow, BenchmarkTable, benchmark
 from graphrl.compiler.bundle.c_policy import find_compiler
 from graphrl.graph import KeyedGraph
@@ -52,9 +54,11 @@ def suite(options: BenchOptions) -> list[BenchmarkTable]:
         "nn.Sequential, eager": lambda: network(observation),
         "nn.Sequential, torch.compile": lambda: compiled(observation),
     }
-    backends = ["inductor"] if options.device == "cuda" else ["inductor", "native"]
+    backends = ["inductor"] if options.device == "cuda" else [b for b in BACKENDS if b in ("inductor", "aot", "native")]
     with tempfile.TemporaryDirectory() as folder:
         bundle = None if options.device == "cuda" else _bundle(graph, example, Path(folder), options)
+        if options.device == "cpu" and installed("torchrl", options):
+            others["torchrl Actor, eager"] = _torchrl(network, example)
         if bundle is not None and "onnx" in bundle.manifest["targets"]:
             others["ONNX Runtime, 1 thread"] = _onnx(bundle.path / "model.onnx", observation)
         if bundle is not None and "c99" in bundle.manifest["targets"]:
@@ -73,6 +77,15 @@ def _bundle(graph: KeyedGraph, example: TensorDict, folder: Path, options: Bench
     if installed("onnx", options) and installed("onnxruntime", options):
         targets.append("onnx")
     return export(graph, folder / "bundle", example, targets=targets) if targets else None
+
+
+def _torchrl(network: nn.Sequential, example: TensorDict) -> Callable[[], Any]:
+    """The network as TorchRL's deterministic actor."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchrl.modules import Actor
+    actor, scratch = Actor(network, in_keys=["observation"], out_keys=["action"]), example.copy()
+    return lambda: actor(scratch)
 
 
 def _onnx(file: Path, observation: Tensor) -> Callable[[], Any]:
@@ -106,6 +119,8 @@ def _per_call(row: BenchmarkRow) -> BenchmarkRow:
         quartile_1_us=row.quartile_1_us / C_CALLS,
         quartile_3_us=row.quartile_3_us / C_CALLS,
         ratio=row.ratio * C_CALLS,
+        ratio_quartile_1=row.ratio_quartile_1 * C_CALLS,
+        ratio_quartile_3=row.ratio_quartile_3 * C_CALLS,
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 
-from graphrl.bench.tables import BenchOptions
+from graphrl.bench.tables import BenchOptions, cold_caches
 from graphrl.compiler.benchmark import BenchmarkTable
 from graphrl.errors import GraphRLError, did_you_mean
 
 __all__ = ["SUITES", "run_suites"]
 
-SUITES = ("policy", "update", "gae", "collector")
+SUITES = ("policy", "update", "ensemble", "gae", "collector")
 
 
 def run_suites(
@@ -33,4 +33,6 @@ def run_suites(
         raise GraphRLError(f"repeats={repeats}: quartiles need at least 2")
     options = BenchOptions(device=device, peers=peers, repeats=repeats)
     for name in names:
-        yield from importlib.import_module(f"graphrl.bench.{name}").suite(options)
+        with cold_caches():
+            tables = importlib.import_module(f"graphrl.bench.{name}").suite(options)
+        yield from tables

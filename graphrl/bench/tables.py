@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 from graphrl.compiler.benchmark import BenchmarkTable, table_of, time_interleaved
 from graphrl.training.threads import torch_threads
 
-__all__ = ["BenchOptions", "installed", "measure", "to_markdown"]
+__all__ = ["BenchOptions", "cold_caches", "installed", "measure", "to_markdown"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,23 @@ class BenchOptions:
 def installed(package: str, options: BenchOptions) -> bool:
     """Whether a peer is wanted and there."""
     return options.peers and importlib.util.find_spec(package) is not None
+
+
+@contextlib.contextmanager
+def cold_caches() -> Iterator[None]:
+    """Keep what is compiled in this block in a folder that starts empty: compile times are then of a first time,
+    for graphrl and for ``torch.compile`` alike (but for the C++ headers that torch compiles once a machine)."""
+    names = ("GRAPHRL_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    before = {name: os.environ.get(name) for name in names}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ |= {name: os.path.join(folder, name) for name in names}
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def measure(

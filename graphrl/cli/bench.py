@@ -9,6 +9,8 @@ from pathlib import Path
 
 import tyro
 
+from graphrl.errors import require_extra
+
 __all__ = ["run"]
 
 
@@ -16,7 +18,7 @@ __all__ = ["run"]
 class Bench:
     """Measure graphrl beside its peers. All competitors of a suite take turns in one run."""
 
-    suite: str = "policy,update,gae,collector"
+    suite: str = "policy,update,ensemble,gae,collector"
     """Comma-separated."""
     device: str = "cpu"
     peers: bool = True
@@ -27,6 +29,8 @@ class Bench:
     """Write the tables as JSON to this file."""
     markdown: str | None = None
     """Write the tables as Markdown to this file, or, where it has them, between its <!-- bench --> marks."""
+    plot: str | None = None
+    """Draw the tables to this PNG file; needs matplotlib."""
 
 
 def run(arguments: list[str]) -> None:
@@ -36,6 +40,8 @@ def run(arguments: list[str]) -> None:
 
     from graphrl.bench import run_suites, to_markdown
 
+    if options.plot is not None:
+        require_extra("matplotlib", "plot")  # before minutes of measuring
     console = Console(width=None if sys.stdout.isatty() else 120)
     tables = []
     for table in run_suites(options.suite.split(","), options.device, options.peers, options.repeats):
@@ -43,6 +49,10 @@ def run(arguments: list[str]) -> None:
         tables.append(table)
     if options.json is not None:
         Path(options.json).write_text(json.dumps([json.loads(t.to_json()) for t in tables], indent=2) + "\n")
+    if options.plot is not None:
+        from graphrl.compiler.benchmark_plot import plot_tables
+
+        plot_tables(tables, options.plot)
     if options.markdown is not None:
         _write_markdown(Path(options.markdown), to_markdown(tables))
 

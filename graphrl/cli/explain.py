@@ -28,6 +28,8 @@ class Explain:
     """Name of a batch in the same file, to compile a plain graph for."""
     backend: str = "inductor"
     """Backend to compile a plain graph with."""
+    html: str | None = None
+    """Write a page here instead: the graph drawn, the program after each pass, costs."""
 
 
 def run(arguments: list[str]) -> None:
@@ -42,7 +44,13 @@ def run(arguments: list[str]) -> None:
     module = load_file(Path(path))
     target = _attribute(module, name, path)
     example = None if options.example is None else _attribute(module, options.example, path)
-    print(describe(target, example, options.backend))
+    explanation = describe(target, example, options.backend)
+    if options.html is None:
+        print(explanation)
+    elif isinstance(explanation, str):
+        raise GraphRLError("explain: --html needs a compiled object, or a batch named with --example to compile for")
+    else:
+        print(f"wrote {explanation.write_html(options.html)}")
 
 
 def contents(path: str) -> str:
@@ -81,8 +89,8 @@ def _made(factory: Any) -> Any:
     return factory()
 
 
-def describe(target: Any, example: Any, backend: str) -> str:
-    """The text for one object; see :class:`Explain`. Raises :class:`GraphRLError` for anything else."""
+def describe(target: Any, example: Any, backend: str) -> Any:
+    """The explanation of one object, or the text of a plain graph. Raises :class:`GraphRLError` for anything else."""
     from tensordict.nn import TensorDictModuleBase
     from torch import nn
 
@@ -92,10 +100,10 @@ def describe(target: Any, example: Any, backend: str) -> str:
     if inspect.isroutine(target) and not isinstance(target, known):
         target = _made(target)
     if isinstance(target, known):
-        return str(explain(target))
+        return explain(target)
     if isinstance(target, TensorDictModuleBase):
         if example is not None:
-            return str(explain(compile(target, example() if callable(example) else example, backend=backend)))
+            return explain(compile(target, example() if callable(example) else example, backend=backend))
         graph = target if isinstance(target, KeyedGraph) else KeyedGraph(target)
         return f"{graph.to_mermaid()}\n\nnot compiled: name a batch of the same file with --example to see its program"
     if isinstance(target, nn.Module):

@@ -7,7 +7,8 @@ from torch import nn
 
 import graphrl as grl
 from graphrl import KeyedGraph
-from graphrl.compiler.benchmark import time_interleaved
+from graphrl.compiler.benchmark import table_of, time_interleaved
+from graphrl.errors import MissingExtraError
 
 
 @pytest.fixture
@@ -48,3 +49,53 @@ def test_competitors_take_turns():
     assert {name: len(t) for name, t in times.items()} == {"a": 3, "b": 3}
     tail = "".join(order).lstrip("a").lstrip("b")
     assert tail.count("ab") == 3
+
+
+def test_the_ratio_has_its_own_quartiles_from_the_rounds():
+    table = table_of("t", {"a": [4.0, 2.0, 8.0, 6.0], "b": [1.0, 1.0, 4.0, 1.0]})  # ratios 4, 2, 2, 6
+    row = table.row("b")
+    assert row.ratio == 3.0 and row.ratio_quartile_1 == 2.0 and row.ratio_quartile_3 == 5.5
+    assert table.row("a").ratio == table.row("a").ratio_quartile_1 == 1.0
+    assert "3.0 (2.0-5.5)" in table.to_markdown()
+
+
+def test_others_that_return_the_outputs_have_an_error(graph):
+    td = TensorDict(x=torch.randn(4, 3), batch_size=[4])
+    linear = graph[0].module
+    others = {
+        "tensor": lambda: linear(td["x"]),
+        "arrays": lambda: [linear(td["x"]).numpy()],
+        "tensordict": lambda: graph(td.copy()),
+        "wrong": lambda: linear(td["x"]) + 1,
+        "another shape": lambda: linear(td["x"]).sum(),
+        "nothing": lambda: None,
+    }
+    table = grl.benchmark(graph, td, backends=(), others=others, repeats=2)
+    assert all(table.row(name).error < 1e-5 for name in ("tensor", "arrays", "tensordict"))
+    assert table.row("wrong").error > 0.1
+    assert table.row("another shape").error is None and table.row("nothing").error is None
+
+
+def test_backends_side_by_side_and_what_came_from_disk(graph, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRAPHRL_CACHE_DIR", str(tmp_path))
+    td = TensorDict(x=torch.randn(2, 3), batch_size=[2])
+    first, second = (grl.benchmark(graph, td, backends=("eager", "native"), repeats=2) for _ in range(2))
+    names = ["eager, TensorDict", "eager, call", "native, TensorDict", "native, call"]
+    assert [row.name for row in first.rows] == names
+    if not first.row("native, call").note:
+        assert not first.row("native, call").from_disk and second.row("native, call").from_disk
+        assert "(disk)" in second.to_markdown() and not second.row("eager, call").from_disk
+
+
+def test_a_plot(graph, tmp_path):
+    pytest.importorskip("matplotlib")
+    td = TensorDict(x=torch.randn(0, 3), batch_size=[0])
+    table = grl.benchmark(graph, td, backends=("inductor",), repeats=2)  # one row did not run
+    assert table.plot(tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(graph, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    table = table_of("t", {"a": [1.0, 1.0], "b": [1.0, 2.0]})
+    with pytest.raises(MissingExtraError, match=r"pip install 'graphrl\[plot\]'"):
+        table.plot(tmp_path / "one.png")

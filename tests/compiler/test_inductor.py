@@ -58,7 +58,8 @@ def test_compiling_prints_nothing_to_the_error_stream(capfd):
     assert "Warning" not in capfd.readouterr().err
 
 
-def test_without_torch_s_private_entries_the_public_one_is_used(monkeypatch):
+def test_without_torch_s_private_entries_the_public_one_is_used(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAPHRL_CACHE_DIR", str(tmp_path))
     real = builtins.__import__
 
     def no_private(name, *args, **kwargs):
