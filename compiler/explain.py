@@ -63,7 +63,7 @@ class Explanation:
         for i, entry in enumerate(self.entries):
             yield ""
             yield f"program {i} on {entry.backend}"
-            for name, what in facts(entry).items():
+            for name, what in facts(entry):
                 yield f"  {name:10} {escape(what)}"
             if _backward_count(entry):
                 yield "  passes over forward and backward together:"
@@ -96,24 +96,22 @@ def explain(compiled: CompiledGraph | CompiledUpdate | Program) -> Explanation:
     raise TypeError(f"explain takes what compile, compile_update or trace returned, not a {type(compiled).__name__}")
 
 
-def facts(entry: Entry) -> dict[str, str]:
-    """What there is to say about one program, a line each."""
+def facts(entry: Entry) -> list[tuple[str, str]]:
+    """What there is to say about one program, a name and a text for each."""
     cost = estimate_cost(entry.program)
-    found = {
-        "compiled": f"in {entry.seconds:.1f} s: {entry.reason}",
-        "work": f"{_operations(entry)}, {_short(cost.flops)}FLOP, {_short(cost.bytes)}B read or written",
-        "parity": "not checked" if entry.parity is None else f"error {entry.parity:.1e} against float64",
-        "gradients": "differentiable" if entry.differentiable else "none",
-    }
+    found = [
+        ("compiled", f"in {entry.seconds:.1f} s: {entry.reason}"),
+        ("work", f"{_operations(entry)}, {_short(cost.flops)}FLOP, {_short(cost.bytes)}B read or written"),
+        ("parity", "not checked" if entry.parity is None else f"error {entry.parity:.1e} against float64"),
+        ("gradients", "differentiable" if entry.differentiable else "none"),
+    ]
     notes = entry.program.graph_module.meta
-    if "how" in notes:
-        found["threads"] = notes["how"]
-    found |= {f"part {i}": text for i, text in enumerate(notes.get("parts", ()))}
+    found += [("threads", notes["how"])] if "how" in notes else []
+    found += [("part", text) for text in notes.get("parts", ())]
     if kept := outcome(entry.program):
-        found["disk cache"] = kept
-    numbered = [(f"refusal {i}" if i else "refusal", text) for i, text in enumerate(entry.refusals)]
-    numbered += [(f"assumes {i}" if i else "assumes", text) for i, text in enumerate(entry.program.assumptions)]
-    return found | dict(numbered)
+        found.append(("disk cache", kept))
+    found += [("refused by", refusal) for refusal in entry.refusals]
+    return found + [("assumes", assumption) for assumption in entry.program.assumptions]
 
 
 def _operations(entry: Entry) -> str:

@@ -50,7 +50,7 @@ def page(explanation: Explanation) -> str:
 def _entry(i: int, entry: Entry) -> Iterator[str]:
     program = entry.program
     yield f"<h2>Program {i} on {_e(entry.backend)}</h2>"
-    yield _table((), facts(entry).items())
+    yield _table((), facts(entry))
     if program.history:
         yield "<h3>Passes</h3>"
         rows = [(r.name, f"{1e3 * r.seconds:.1f}", r.nodes_before, r.nodes_after) for r in program.history]

@@ -142,6 +142,6 @@ def test_assumptions_refusals_and_the_cache_are_told(monkeypatch, tmp_path):
     fast._entries[key] = replace(entry, program=replace(entry.program, assumptions=("n > 3 [as traced]",)))
     text = str(grl.explain(fast))
     assert (
-        "assumes    n > 3 [as traced]" in text and "refusal    native:" in text and "disk cache miss, now kept" in text
+        "assumes    n > 3 [as traced]" in text and "refused by native:" in text and "disk cache miss, now kept" in text
     )
-    assert "threads    1: below 30 MFLOP one is faster" in text
+    assert "threads    1 thread" in text
