@@ -40,7 +40,7 @@ def _lower_parts(program: Program, wanted: Backend) -> tuple[Lowered, str, tuple
     parts = cut(program, refused) if refused else []
     rest = [b for b in FALLBACKS if b != wanted.name]
     runs, names, lines = [], [], []
-    refusals = [f"{wanted.name}: {reason}" for reason in dict.fromkeys(refused.values())]
+    refusals = [f"{wanted.name}: {line}" for line in _summary(list(refused.values()))]
     for i, part in enumerate(parts):
         run, name, more = _lower_whole(part.program, [wanted.name, *rest] if part.wanted else rest)
         runs.append(run)
@@ -67,8 +67,19 @@ def _lower_whole(program: Program, order: Sequence[str]) -> tuple[Lowered, str, 
     raise CompileError(f"no backend takes {program.name}: {'; '.join(refusals)}")
 
 
+def _summary(reasons: Sequence[str]) -> list[str]:
+    """One line for each kind of reason: the first, with the number of nodes that it also holds for."""
+    first: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for reason in reasons:
+        kind = reason.split(", at node")[0]
+        first.setdefault(kind, reason)
+        counts[kind] += 1
+    return [f"{text} (and {counts[k] - 1} more)" if counts[k] > 1 else text for k, text in first.items()]
+
+
 def _contents(program: Program) -> str:
     """The operations of a program, counted: ``3 addmm, 2 tanh``."""
-    targets = (n.target for n in program.graph_module.graph.nodes if n.op == "call_function")
-    counts = Counter(str(t).removeprefix("aten.").split(".")[0] for t in targets)
+    nodes = (n for n in program.graph_module.graph.nodes if n.op == "call_function")
+    counts = Counter(n.target.__name__.split(".")[0] for n in nodes)  # type: ignore[union-attr]
     return ", ".join(f"{n} {name}" for name, n in counts.most_common())

@@ -71,15 +71,18 @@ def unsupported_nodes(backend: Backend, program: Program) -> dict[fx.Node, str]:
     own = getattr(backend, "unsupported", None)
     if own is not None:
         return own(program)
-    feeds: dict[Any, Any] = {n: port.key for n, port in zip(_outputs(program), program.outputs, strict=True)}
+    feeds: dict[fx.Node, Any] = {n: port.key for n, port in zip(_outputs(program), program.outputs, strict=True)}
+    written = dict(zip(program.placeholders()[len(program.inputs) :], program.state, strict=False))
+    feeds |= {n: written[n.args[0]].name for n in _writes(program) if n.args[0] in written}
     refused: dict[fx.Node, str] = {}
     for node in reversed(program.graph_module.graph.nodes):
         for source in node.all_input_nodes:
-            feeds.setdefault(source, feeds.get(node, ("state",)))
+            if node in feeds:
+                feeds.setdefault(source, feeds[node])
     for node in _operations(program):
         if node.target is not operator.getitem:
             made = [node] if isinstance(node.meta.get("val"), Tensor) else [u for u in node.users]
-            probe = _extract(program, {node, *made}, made, set()).program
+            probe = _extract(program, {node, *made}, made[:1], set()).program
             probe = replace(probe, outputs=tuple(replace(p, key=feeds.get(node, p.key)) for p in probe.outputs))
             if (refusal := backend.supports(probe)) is not None:
                 refused[node] = refusal.reason
@@ -109,7 +112,7 @@ def cut(program: Program, refused: Collection[fx.Node]) -> list[Part]:
         outside.update(*trivial)
     if len(groups) > MAX_PARTS or all(k % 2 for k, _ in groups):
         return []
-    parts = []
+    parts: list[Part] = []
     for k, group in groups:
         made = [n for n in nodes if n in group and (n in needed or any(u not in group for u in n.users))]
         made = [n for n in made if isinstance(n.meta.get("val"), Tensor)]
@@ -149,15 +152,11 @@ def _extract(program: Program, group: Collection[fx.Node], made: Sequence[fx.Nod
     read = {n: None for node in order for n in node.all_input_nodes if n not in group and n not in free}
     places = program.placeholders()
     first, last = len(program.inputs), len(program.inputs) + len(program.state)
-    inputs, state, noise = (
-        [(n, item) for n, item in zip(span, items, strict=True) if n in read]
-        for span, items in (
-            (places[:first], program.inputs), (places[first:last], program.state), (places[last:], program.noise)
-        )
-    )  # fmt: skip
+    inputs = [(n, port) for n, port in zip(places[:first], program.inputs, strict=True) if n in read]
+    state = [(n, slot) for n, slot in zip(places[first:last], program.state, strict=True) if n in read]
+    noise = [(n, draw) for n, draw in zip(places[last:], program.noise, strict=True) if n in read]
     crossing = [n for n in read if n.op != "placeholder"]
-    known = [n for n, _ in inputs]
-    reads = [*known, *crossing, *(n for n, _ in state), *(n for n, _ in noise)]
+    reads = [*(n for n, _ in inputs), *crossing, *(n for n, _ in state), *(n for n, _ in noise)]
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for node in reads:
@@ -203,4 +202,4 @@ def _outputs(program: Program) -> list[fx.Node]:
 
 def _owner(node: fx.Node) -> fx.Node:
     """The operation that computes ``node``: for ``getitem``, the one with several results."""
-    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
+    return node.args[0] if node.target is operator.getitem else node

@@ -33,10 +33,10 @@ def compile_without_gpu(
     from triton.compiler import ASTSource
 
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-    paths = {(i,): kind for i, kind in enumerate(signature.values()) if isinstance(kind, str)}
-    for i, kinds in enumerate(signature.values()):
-        paths |= {(i, j): kind for j, kind in enumerate(kinds)} if isinstance(kinds, tuple) else {}
-    fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    paths: dict[tuple[int, ...], str] = {}
+    for i, kind in enumerate(signature.values()):
+        paths |= {(i,): kind} if isinstance(kind, str) else {(i, j): inner for j, inner in enumerate(kind)}
+    fixed: dict[tuple[int, ...], Any] = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     fixed |= {path: None for path, kind in paths.items() if kind == "constexpr" and path not in fixed}
     aligned = {path: [["tt.divisibility", 16]] for path, kind in paths.items() if kind.startswith("*")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)

@@ -21,7 +21,7 @@ WORK = {"envs", "collectors", "buffers", "training"}
 MAY_IMPORT = {
     "root": {"root"},
     "kernels": {"kernels", "root"},
-    "compiler": {"compiler", "root"},
+    "compiler": {"compiler", "kernels", "root"},
     "models": {"models", "kernels", "root"},
     "losses": {"losses", "kernels", "root", "models.distributions"},
     "work": {"work", "compiler", "kernels", "models", "losses", "root"},

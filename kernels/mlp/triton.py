@@ -102,9 +102,10 @@ def mlp_forward(
         half = rows * max(sizes[1:-1], default=0)
         scratch = x.new_empty(2 * half)
         blocks = _plan(rows)
-        dense = [w.contiguous() for w in weights], [b if b is None else b.contiguous() for b in biases]
+        dense_weights = tuple(w.contiguous() for w in weights)
+        dense_biases = tuple(b if b is None else b.contiguous() for b in biases)
         _mlp_kernel[(triton.cdiv(rows, blocks["ROWS"]),)](
-            x.contiguous(), out, scratch, *map(tuple, dense), rows, half,
+            x.contiguous(), out, scratch, dense_weights, dense_biases, rows, half,
             SIZES=sizes, KINDS=tuple(activations), LAYERS=len(weights), **blocks, **OPTIONS,
         )  # fmt: skip
     return out

@@ -14,6 +14,8 @@ import graphrl as grl
 from graphrl.compiler import lower, parts
 from graphrl.compiler.backends import Refusal, get_backend
 from graphrl.compiler.backends.native import find_compiler
+from graphrl.compiler.passes.pipeline import run_passes
+from graphrl.compiler.trace import trace
 from graphrl.errors import CompileError
 from graphrl.graph import KeyedGraph
 
@@ -157,7 +159,7 @@ def test_native_keeps_the_network_around_an_operation_that_it_lacks():
         "native: operation sort.default is not supported in generated C"
     ]
     text = str(grl.explain(fast))
-    assert "part 1 on inductor: 1 sort" in text and "part 2 on native" in text and "on the way to 'y'" in text
+    assert "part 1 on inductor, 1 thread: 1 sort" in text and "part 2 on native" in text and "on the way to 'y'" in text
     out = [torch.empty(3, 2)]
     with torch.no_grad():
         wanted = graph(td.clone())["y"]
@@ -173,6 +175,16 @@ def test_native_keeps_the_network_around_an_operation_that_it_lacks():
         torch.testing.assert_close(fast(td.clone())["y"], graph(td.clone())["y"])
     with pytest.raises(CompileError, match="native refuses program: operation sort.default"):
         grl.compile(graph, td, backend="native", strict=True)
+
+
+def test_refusals_of_one_kind_are_one_line():
+    def run(x):
+        return x.sin().tanh().sin() + torch.sort(x, -1).values.tanh()
+
+    program = run_passes(trace(KeyedGraph((run, ["x"], ["y"])), TensorDict(x=torch.randn(2, 3), batch_size=[2])))
+    reasons = list(parts.unsupported_nodes(Picky(["sin", "sort"]), program).values())
+    assert reasons == ["no sin", "no sin", "no sort"]
+    assert lower._summary(reasons) == ["no sin (and 1 more)", "no sort"]
 
 
 @needs_compiler
