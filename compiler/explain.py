@@ -72,7 +72,8 @@ def explain(compiled: CompiledGraph | CompiledUpdate | Program) -> Explanation:
 def _entry_line(i: int, entry: Entry) -> str:
     cost = estimate_cost(entry.program)
     parity = "not checked" if entry.parity is None else f"error {entry.parity:.1e} against float64"
-    threads = f", {chosen_threads(entry.program)} thread(s)" if entry.backend == "inductor" else ""
+    threads = "threads by batch size" if entry.program.dynamic else f"{chosen_threads(entry.program)} thread(s)"
+    threads = f", {threads}" if entry.backend == "inductor" else ""
     return (
         f"program {i} on {entry.backend}{threads}: {_operations(entry)}, "
         f"{_short(cost.flops)}FLOP, {_short(cost.bytes)}B, "

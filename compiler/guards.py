@@ -89,6 +89,7 @@ class Bound:
         self._live = LiveState(program)
         self._lowered = lowered
         self._noise = program.noise
+        self._dynamic = program.dynamic
         self._reuses_noise = _noise_stays_inside(program)
         self._mine = threading.local()
         self._write_into = getattr(lowered, "call_into", None)
@@ -96,12 +97,12 @@ class Bound:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run on plain tensors in ``in_keys`` order."""
-        return self._lowered([*inputs, *self._live(), *self._draws()])
+        return self._lowered([*inputs, *self._live(), *self._draws(inputs)])
 
     def into(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Run and leave the results in ``outputs``."""
         if self._write_into is not None and all(t.is_contiguous() for t in outputs):
-            self._write_into([*inputs, *self._live(), *self._draws()], outputs)
+            self._write_into([*inputs, *self._live(), *self._draws(inputs)], outputs)
             return
         for target, value in zip(outputs, self(inputs), strict=True):
             target.copy_(value)
@@ -117,15 +118,16 @@ class Bound:
         draws = [n.redraw(rows) for n, rows in zip(self._noise, self._row_draws[1], strict=True)]
         return bind_rows(inputs, self._live(), draws, outputs)
 
-    def _draws(self) -> Sequence[Tensor]:
+    def _draws(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if not self._noise:
             return ()
+        rows = inputs[0].shape[0] if self._dynamic else None
         if not self._reuses_noise:
-            return [n.draw() for n in self._noise]
-        try:
-            buffers = self._mine.buffers
-        except AttributeError:  # first call in this thread
-            buffers = self._mine.buffers = [n.empty() for n in self._noise]
+            return [n.draw(rows) for n in self._noise]
+        known, buffers = getattr(self._mine, "buffers", (-1, []))
+        if known != rows:  # first call in this thread, or of this batch size
+            buffers = [n.empty(rows) for n in self._noise]
+            self._mine.buffers = rows, buffers
         return [n.redraw(buffer) for n, buffer in zip(self._noise, buffers, strict=True)]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._decomp import core_aten_decompositions
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphrl.compiler.program import Fixed, StateSlot
@@ -81,15 +81,23 @@ def _is_literal(node: fx.Node) -> bool:
 
 
 def fake_like(tensors: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
-    """Fake tensors with the shapes, strides, dtypes and devices of real ones."""
-    return [mode.from_tensor(t.detach()) for t in tensors]
+    """Fake tensors with the shapes, strides, dtypes and devices of real ones; those that are fake already stay."""
+    return [t if isinstance(t, FakeTensor) else mode.from_tensor(t.detach(), static_shapes=True) for t in tensors]
 
 
-def normalize(traced: fx.GraphModule, tensors: Sequence[Tensor], extra: dict[Any, Any] | None = None) -> fx.GraphModule:
-    """Core ATen, no in-place operation but one final ``copy_`` for each placeholder that was written."""
+def normalize(
+    traced: fx.GraphModule,
+    tensors: Sequence[Tensor],
+    extra: dict[Any, Any] | None = None,
+    mode: FakeTensorMode | None = None,
+) -> fx.GraphModule:
+    """Core ATen, no in-place operation but one final ``copy_`` for each placeholder that was written.
+
+    ``mode``: that of the fake tensors among ``tensors``.
+    """
     table = {**core_aten_decompositions(), **foreach_decompositions(), **(extra or {})}
     table.pop(torch.ops.aten.bernoulli.default, None)  # it draws float32 whatever the dtype, and so not as eager does
-    mode = FakeTensorMode()
+    mode = mode or FakeTensorMode()
     fakes = fake_like(tensors, mode)
     functional = torch.func.functionalize(traced, remove="mutations")
     with mode, torch.no_grad():

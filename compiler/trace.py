@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -23,6 +24,7 @@ import graphrl
 from graphrl.compiler.lowering import lift_state, mark_mutated, module_slots, normalize
 from graphrl.compiler.passes.lift_random import lift_random
 from graphrl.compiler.program import Port, Program
+from graphrl.compiler.shapes import open_batch
 from graphrl.compiler.undo import Undo
 from graphrl.errors import KeyMissingError, SpecError, TraceError, did_you_mean
 from graphrl.graph import KeyedGraph
@@ -31,7 +33,9 @@ from graphrl.keys import DISCARD, Key, normalize_keys
 __all__ = ["JointProgram", "as_example", "common_leading", "missing_key", "trace", "trace_joint"]
 
 
-def trace(graph: TensorDictModuleBase, example: TensorDictBase | dict[Key, Tensor]) -> Program:
+def trace(
+    graph: TensorDictModuleBase, example: TensorDictBase | dict[Key, Tensor], *, dynamic: bool = False
+) -> Program:
     """Lower ``graph`` to one program for inputs shaped like ``example``.
 
     The graph runs once on the example and everything it changed is put back: weights, buffers, random generators.
@@ -39,21 +43,21 @@ def trace(graph: TensorDictModuleBase, example: TensorDictBase | dict[Key, Tenso
     (train/eval flags, TensorDict interaction type, autocast). Random draws become inputs, see :class:`Noise`.
 
     graph: a :class:`KeyedGraph` or any ``tensordict.nn`` module. example: holds ``graph.in_keys``.
+    dynamic: leave the first batch dim open; the program then takes any size from 2.
     Raises :class:`KeyMissingError` for a missing key and :class:`TraceError` where the code cannot be lowered, such as
     Python control flow on a tensor's value.
     """
     example = as_example(example)
-    signature = _Signature(graph, example)
+    signature = _Signature(graph, example, dynamic)
     with torch.no_grad(), tracing(type(graph).__name__):
-        with Undo() as undo:
-            traced = make_fx(signature.run)(*signature.tensors)
-        undo.restore()
+        traced = signature.record(signature.run, signature.tensors)
     slots = module_slots([("", graph)])
     traced, used = lift_state(traced, slots)
     tensors = [*signature.tensors, *(slot.read() for slot in used)]
-    normal = normalize(traced, tensors)
+    normal = normalize(traced, tensors, mode=signature.mode)
     state = mark_mutated(normal.graph, len(signature.tensors), used)
-    program = Program(normal, signature.inputs, signature.outputs(normal), state, name=_name(graph))
+    outputs = signature.outputs(normal)
+    program = Program(normal, signature.inputs, outputs, state, name=_name(graph), dynamic=dynamic)
     return lift_random(program)
 
 
@@ -72,20 +76,23 @@ class JointProgram:
 
 
 def trace_joint(
-    graph: TensorDictModuleBase, example: TensorDictBase | dict[Key, Tensor], inputs_need_grad: Sequence[bool]
+    graph: TensorDictModuleBase,
+    example: TensorDictBase | dict[Key, Tensor],
+    inputs_need_grad: Sequence[bool],
+    *,
+    dynamic: bool = False,
 ) -> JointProgram | None:
     """Trace ``graph`` with its gradients: autograd itself runs inside the trace, so detach, no_grad and custom
     functions count as they do in eager. ``None`` when no output carries gradient."""
     example = as_example(example)
-    signature = _Signature(graph, example)
+    signature = _Signature(graph, example, dynamic)
     leaves = [
         t.detach().requires_grad_() if need else t.detach()
         for t, need in zip(signature.tensors, inputs_need_grad, strict=True)
     ]
     parameters = {name: p for name, p in graph.named_parameters() if p.requires_grad}
-    with torch.enable_grad(), Undo() as undo:
+    with torch.enable_grad(), tracing(type(graph).__name__), signature.unseen():
         trial = signature.run(*leaves)
-    undo.restore()
     differentiable = tuple(i for i, t in enumerate(trial) if t.requires_grad)
     if not differentiable:
         return None
@@ -104,31 +111,49 @@ def trace_joint(
         return (*(t.detach() for t in outputs), *(g for g in grads if g is not None))
 
     with torch.enable_grad(), tracing(type(graph).__name__):
-        with Undo(parameters.values()) as undo:
-            traced = make_fx(joint)(*leaves, *cotangents)
-        undo.restore()
+        traced = signature.record(joint, [*leaves, *cotangents], parameters.values())
     traced, used = lift_state(traced, module_slots([("", graph)]))
-    normal = normalize(traced, [*leaves, *cotangents, *(slot.read() for slot in used)])
+    normal = normalize(traced, [*leaves, *cotangents, *(slot.read() for slot in used)], mode=signature.mode)
     state = mark_mutated(normal.graph, len(leaves) + len(cotangents), used)
     ports = signature.outputs(normal)
     gradients = tuple(Port.of(("gradient", str(where)), _values(normal)[len(ports) + i])
                       for i, (_, where) in enumerate(targets))  # fmt: skip
-    cotangent_ports = tuple(Port(("cotangent", str(i)), tuple(c.shape), c.dtype, c.device)
-                            for i, c in zip(differentiable, cotangents, strict=True))  # fmt: skip
-    program = Program(normal, (*signature.inputs, *cotangent_ports), (*ports, *gradients), state, name=_name(graph))
+    cotangent_ports = tuple(Port.of(("cotangent", str(i)), c) for i, c in zip(differentiable, cotangents, strict=True))
+    inputs = (*signature.inputs, *cotangent_ports)
+    program = Program(normal, inputs, (*ports, *gradients), state, name=_name(graph), dynamic=dynamic)
     return JointProgram(lift_random(program), ports, differentiable, tuple(targets))
 
 
 class _Signature:
     """The keys of a graph bound to an example: how to call it with plain tensors."""
 
-    def __init__(self, graph: TensorDictModuleBase, example: TensorDictBase) -> None:
+    def __init__(self, graph: TensorDictModuleBase, example: TensorDictBase, dynamic: bool = False) -> None:
         self.graph = graph
         self.batch_size = example.batch_size
         self.in_keys = normalize_keys(list(graph.in_keys))
         self.out_keys = [k for k in normalize_keys(list(graph.out_keys)) if k != DISCARD]
         self.tensors = [_leaf(example, key, graph) for key in self.in_keys]
         self.inputs = tuple(Port.of(k, t) for k, t in zip(self.in_keys, self.tensors, strict=True))
+        self.mode: FakeTensorMode | None = None
+        if dynamic:
+            self.mode, self.tensors = open_batch(self.tensors)
+            self.batch_size = self.tensors[0].shape[: len(self.batch_size)]
+
+    @contextlib.contextmanager
+    def unseen(self, grads_of: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Where code may run and leave no trace: on fake tensors, or undone afterwards."""
+        if self.mode is not None:
+            with self.mode:
+                yield
+            return
+        with Undo(grads_of) as undo:
+            yield
+        undo.restore()
+
+    def record(self, run: Any, tensors: Sequence[Tensor], grads_of: Iterable[Tensor] = ()) -> fx.GraphModule:
+        """The operations of ``run``."""
+        with self.unseen(grads_of):
+            return make_fx(run)(*tensors)
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         td = TensorDict({}, batch_size=self.batch_size)

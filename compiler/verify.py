@@ -12,7 +12,7 @@ from graphrl.compiler.backends.base import Lowered
 from graphrl.compiler.program import Program
 from graphrl.errors import ParityError
 
-__all__ = ["float64_reference", "relative_error", "verify_lowered"]
+__all__ = ["float64_reference", "relative_error", "vary", "verify_lowered"]
 
 # 64 units in the last place; more for float64, whose eager result is the reference itself and so shows no error
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 7.7e-6, torch.bfloat16: 0.5, torch.float16: 6.3e-2}
@@ -27,7 +27,7 @@ def verify_lowered(program: Program, lowered: Lowered, backend: str, arguments: 
     """
     generator = torch.Generator().manual_seed(0)
     n_in = len(program.inputs)
-    fresh = [_vary(t, generator) if i < n_in else t.detach().clone() for i, t in enumerate(arguments)]
+    fresh = [vary(t, generator) if i < n_in else t.detach().clone() for i, t in enumerate(arguments)]
     reference = _run_reference(program, fresh)
     eager = _results(program, program.graph_module, [t.clone() for t in fresh])
     found = _results(program, lambda *values: lowered(list(values)), [t.clone() for t in fresh])
@@ -75,7 +75,7 @@ def relative_error(found: Tensor, reference: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(1.0 if found.numel() == 1 else 1e-3))
 
 
-def _vary(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def vary(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """A tensor like ``tensor`` but not equal to it, inside its range; integers and flags are kept."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return tensor.detach().clone()

@@ -22,6 +22,7 @@ from graphrl.compiler.backends.base import Lowered, Refusal
 from graphrl.compiler.cost import estimate_cost
 from graphrl.compiler.lowering import fake_like
 from graphrl.compiler.program import Port, Program, StateSlot
+from graphrl.compiler.shapes import sizes
 from graphrl.errors import CompileError
 
 __all__ = ["BACKEND", "Inductor", "chosen_threads"]
@@ -37,6 +38,7 @@ class Inductor:
     """Compiles a program to machine code with TorchInductor (C++ on CPU, Triton on GPU)."""
 
     name = "inductor"
+    dynamic = True
 
     def supports(self, program: Program) -> Refusal | None:
         ports: list[Port | StateSlot] = [*program.inputs, *program.state]
@@ -51,7 +53,7 @@ class Inductor:
             with _quietly():
                 return _compile_directly(program, arguments)
         except (ImportError, AttributeError):  # a torch whose private entries moved
-            compiled = torch.compile(program.graph_module, dynamic=False, fullgraph=True)
+            compiled = torch.compile(program.graph_module, dynamic=program.dynamic, fullgraph=True)
             return lambda values: compiled(*values)
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -68,27 +70,46 @@ def _compile_directly(program: Program, arguments: list[Tensor]) -> Lowered:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
-    mode = FakeTensorMode()
-    fakes = fake_like(arguments, mode)
+    if program.dynamic:  # the fake tensors it was traced on know the batch size's symbol
+        fakes = [node.meta["val"] for node in program.placeholders()]
+        mode = fakes[0].fake_mode
+        fakes[: len(program.inputs)] = [t.contiguous() for t in fakes[: len(program.inputs)]]  # as they will come
+    else:
+        mode = FakeTensorMode()
+        fakes = fake_like(arguments, mode)
     # a copy_ epilogue must survive the second trace, so the module is traced as it is: it is already functional
     table = {**select_decomp_table(), **_vector_products()}
     with mode, torch.no_grad():
         module = make_fx(program.graph_module, decomposition_table=table, tracing_mode="real")(*fakes)
     module = _returning_tuple(module)
-    settings: dict[str, Any] = {"size_asserts": False, "fallback_random": True, "cpp.threads": chosen_threads(program)}
+    threads = -1 if program.dynamic else chosen_threads(program)
+    settings: dict[str, Any] = {"size_asserts": False, "fallback_random": True, "cpp.threads": threads}
+    settings["cpp.dynamic_threads"] = program.dynamic  # the number is then chosen at each call
     with config.patch(settings), torch._guards.tracing(torch._guards.TracingContext(mode)):
         compiled = compile_fx_inner(copy.deepcopy(module), fakes)
     inner = getattr(compiled, "current_callable", None) or compiled  # the inner callable skips profiling checks
     on_cpu = all(t.device.type == "cpu" for t in arguments)
-    return _on_one_thread(inner) if on_cpu and settings["cpp.threads"] == 1 else inner
+    if on_cpu and program.dynamic:
+        place, rows = _place_of_rows(fakes)
+        return _on_one_thread(inner, place, int(ONE_THREAD_FLOPS * rows / max(1, estimate_cost(program).flops)))
+    return _on_one_thread(inner) if on_cpu and threads == 1 else inner
 
 
-def _on_one_thread(run: Lowered) -> Lowered:
-    """``run`` with the libraries it calls on one thread as well; torch's setting is put back (0.2 us)."""
+def _place_of_rows(fakes: Sequence[Tensor]) -> tuple[int, int]:
+    """Which argument's first dim tells the batch size, and how large it is in the example."""
+    place = next(i for i, t in enumerate(fakes) if t.dim() and type(t.shape[0]) is not int)
+    return place, sizes(fakes[place])[0]
+
+
+def _on_one_thread(run: Lowered, place: int = 0, below: int | None = None) -> Lowered:
+    """``run`` with the libraries it calls on one thread as well; torch's setting is put back (0.2 us).
+
+    ``below``: only where argument ``place`` has fewer rows than that.
+    """
 
     def alone(values: list[Tensor]) -> Sequence[Tensor]:
         threads = torch.get_num_threads()
-        if threads == 1:
+        if threads == 1 or (below is not None and values[place].shape[0] >= below):
             return run(values)
         torch.set_num_threads(1)
         try:

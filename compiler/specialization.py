@@ -1,0 +1,109 @@
+"""What a program was compiled for: whether it fits a call, and what changed when it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphrl.keys import Key, encode_key
+
+__all__ = ["Specialization"]
+
+
+@dataclass(frozen=True)
+class Specialization:
+    """Shapes, dtypes, devices, modes, gradient flags and batch size of the calls a program serves.
+
+    ``open``: any batch size from 2 to ``limit``; ``signature`` and ``batch_size`` then lack the first dim.
+    ``needs_grad``: which inputs and parameters carry gradient; ``None`` where nothing does.
+    """
+
+    signature: tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
+    modes: tuple[Any, ...]
+    needs_grad: tuple[bool, ...] | None
+    batch_size: torch.Size
+    open: bool = False
+
+    @property
+    def rows(self) -> int | None:
+        """The first batch dim, where there is one."""
+        return self.batch_size[0] if self.batch_size and not self.open else None
+
+    @property
+    def may_open(self) -> bool:
+        """Whether another program could serve this batch size among others."""
+        return self.rows is not None and self.rows > 1 and bool(self.signature)
+
+    def opened(self) -> Specialization:
+        """The same for any batch size. Call it only where there are ``rows``."""
+        signature = tuple((shape[1:], dtype, device) for shape, dtype, device in self.signature)
+        return replace(self, signature=signature, batch_size=self.batch_size[1:], open=True)
+
+    def fits(self, inputs: Sequence[Tensor], batch_size: torch.Size | None, limit: int) -> bool:
+        """Whether tensors and a batch size (``None``: any) are those of this; modes and gradients are not looked at."""
+        if self.open:
+            return self._fits_open(inputs, batch_size, limit)
+        if batch_size is not None and batch_size != self.batch_size:
+            return False
+        for t, (shape, dtype, device) in zip(inputs, self.signature, strict=True):
+            if t.shape != shape or t.dtype is not dtype or t.device != device:
+                return False
+        return True
+
+    def _fits_open(self, inputs: Sequence[Tensor], batch_size: torch.Size | None, limit: int) -> bool:
+        first = inputs[0].shape
+        if not first or not 2 <= (rows := first[0]) <= limit:
+            return False
+        if batch_size is not None and (not batch_size or batch_size[0] != rows or batch_size[1:] != self.batch_size):
+            return False
+        for t, (rest, dtype, device) in zip(inputs, self.signature, strict=True):
+            shape = t.shape
+            if not shape or shape[0] != rows or shape[1:] != rest or t.dtype is not dtype or t.device != device:
+                return False
+        return True
+
+    def changes_from(self, old: Specialization, keys: Sequence[Key]) -> list[str]:
+        """What differs from ``old``, in words: which key, from what to what."""
+        found = []
+        same_rest = not old.open and old.rows is not None and self.rows is not None and old.opened() == self.opened()
+        if same_rest or (old.open and self.rows is not None and self.opened() == old):
+            return [f"batch size {'any' if old.open else old.rows} -> {self.rows}"]
+        for key, (was, dtype, device), (shape, new_dtype, new_device) in zip(
+            keys, old.signature, self.signature, strict=True
+        ):
+            name = encode_key(key)
+            if (shape[1:] if old.open else shape) != was:
+                found.append(f"shape of {name} {['*'] * old.open + list(was)} -> {list(shape)}")
+            if new_dtype != dtype:
+                found.append(f"dtype of {name} {_short(dtype)} -> {_short(new_dtype)}")
+            if new_device != device:
+                found.append(f"device of {name} {device} -> {new_device}")
+        if not found and (self.batch_size[1:] if old.open else self.batch_size) != old.batch_size:
+            found.append(f"batch size {['*'] * old.open + list(old.batch_size)} -> {list(self.batch_size)}")
+        return found + _mode_changes(old.modes, self.modes) + _gradient_changes(old.needs_grad, self.needs_grad)
+
+
+def _mode_changes(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
+    names = ("interaction type", "autocast on the CPU", "autocast on CUDA")
+    found = [f"{name} {_short(a)} -> {_short(b)}" for name, a, b in zip(names, old, new, strict=False) if a != b]
+    flips = [(a, b) for a, b in zip(old[len(names) :], new[len(names) :], strict=True) if a != b]
+    if flips:
+        word = {True: "train", False: "eval"}
+        found.append(f"{len(flips)} module(s) {word[flips[0][0]]} -> {word[flips[0][1]]}")
+    return found
+
+
+def _gradient_changes(old: tuple[bool, ...] | None, new: tuple[bool, ...] | None) -> list[str]:
+    if old == new:
+        return []
+    if old is None or new is None:
+        return [f"gradients {'off -> on' if old is None else 'on -> off'}"]
+    return ["what requires gradient"]
+
+
+def _short(value: Any) -> str:
+    return "off" if value is False else str(value).removeprefix("torch.")
