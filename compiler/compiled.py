@@ -15,9 +15,9 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from graphrl.compiler.against_eager import check_against_eager, resized, served_sizes
 from graphrl.compiler.backends import get_backend
 from graphrl.compiler.differentiate import lower_differentiable
-from graphrl.compiler.dynamic import check_sizes, largest_batch
 from graphrl.compiler.guards import Bound, Modes, StateChanged
 from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.passes.pipeline import run_passes
@@ -85,8 +85,6 @@ class Entry:
     parity: float | None
     run: Callable[..., Any]
     differentiable: bool
-    limit: int = sys.maxsize
-    """The largest batch size a dynamic program takes."""
 
 
 class CompiledGraph(TensorDictModuleBase):
@@ -228,7 +226,7 @@ class CompiledGraph(TensorDictModuleBase):
         last = self._last
         if last is not None:
             key, entry = last
-            if key.fits(inputs, batch_size, entry.limit) and key.modes == self._modes.now():
+            if key.fits(inputs, batch_size) and key.modes == self._modes.now():
                 if key.needs_grad == (self._needs_grad(inputs) if torch.is_grad_enabled() else None):
                     return entry
         return self._select(inputs, batch_size)
@@ -265,7 +263,7 @@ class CompiledGraph(TensorDictModuleBase):
         modes, needs_grad = self._modes.now(), self._needs_grad(inputs)
         with self._lock:
             for key, entry in self._entries.items():
-                if key.modes == modes and key.needs_grad == needs_grad and key.fits(inputs, batch_size, entry.limit):
+                if key.modes == modes and key.needs_grad == needs_grad and key.fits(inputs, batch_size):
                     self._last = key, entry
                     return entry
             with kept_random_state():
@@ -292,9 +290,12 @@ class CompiledGraph(TensorDictModuleBase):
         why = self._fixed_only.get(key.opened())
         if why is None:
             try:
-                told = f"{reason}; one program for any batch size from 2"
                 with quiet_fakes():
-                    return key.opened(), self._build(inputs, key.batch_size, grad, told, dynamic=True)
+                    entry = self._build(inputs, key.batch_size, grad, reason, dynamic=True)
+                smallest, largest = served_sizes(entry.program)
+                told = f"from {smallest}" + f" to {largest}" * (largest < sys.maxsize)
+                entry = replace(entry, reason=f"{reason}; one program for any batch size {told}")
+                return key.opened(smallest, largest), entry
             except Exception as error:  # whatever stands in the way, programs of one size each remain
                 why = self._fixed_only[key.opened()] = (str(error).strip() or type(error).__name__).splitlines()[0]
         if self.strict and self.dynamic:
@@ -304,9 +305,11 @@ class CompiledGraph(TensorDictModuleBase):
         return key, replace(entry, refusals=(refusal, *entry.refusals))
 
     def _wants_any_batch(self, key: Specialization) -> bool:
-        if self.dynamic is False or not key.may_open or key.opened() in self._entries:
+        """Whether ``dynamic`` asks for a program for many sizes: at once, or as another size was met before."""
+        if self.dynamic is False or not key.may_open:
             return False
-        return bool(self.dynamic) or any(old.may_open and old.opened() == key.opened() for old in self._entries)
+        others = (old for old in self._entries if old.may_open or old.sizes is not None)
+        return bool(self.dynamic) or any(old.opened() == key.opened() for old in others)
 
     def _guess_batch_size(self, inputs: Sequence[Tensor]) -> torch.Size:
         """The leading dims plain tensors share, as in the TensorDict they probably come from; none where an output
@@ -330,16 +333,19 @@ class CompiledGraph(TensorDictModuleBase):
             raise CompileError("it compiles for fixed shapes")
         with step_line(f"compile {type(self.graph).__name__} with {self.backend}"):
             entry = self._lower(self._example(inputs, batch_size), inputs, grad, reason, dynamic)
-            if dynamic:
-                check_sizes(
-                    entry.program,
-                    self.graph,
-                    [t.contiguous() for t in inputs],
-                    entry.run,
-                    lambda tensors: self._run_eagerly(tensors, tensors[0].shape[:1] + batch_size[1:]),
-                )
-                entry = replace(entry, limit=largest_batch(entry.program))
+            if dynamic or self.verify:
+                self._check(entry, [t.contiguous() for t in inputs], batch_size)
         return replace(entry, seconds=time.perf_counter() - start)
+
+    def _check(self, entry: Entry, inputs: Sequence[Tensor], batch_size: torch.Size) -> None:
+        """Compare with the eager graph: on these inputs, or on several sizes of them."""
+
+        def eager(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            size = tensors[0].shape[:1] + batch_size[1:] if entry.program.dynamic else batch_size
+            return self._run_eagerly(tensors, size)
+
+        batches = resized(inputs, *served_sizes(entry.program)) if entry.program.dynamic else [inputs]
+        check_against_eager(entry.program, self.graph, batches, entry.run, eager)
 
     def _lower(self, example: TensorDict, inputs: Sequence[Tensor], grad: bool, reason: str, dynamic: bool) -> Entry:
         options = self.backend, self.strict, self.verify

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphrl.compiler.program import Fixed, StateSlot
+from graphrl.compiler.shapes import on_fakes
 
 __all__ = ["fake_like", "foreach_decompositions", "lift_state", "module_slots", "normalize"]
 
@@ -85,6 +86,9 @@ def fake_like(tensors: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
     return [t if isinstance(t, FakeTensor) else mode.from_tensor(t.detach(), static_shapes=True) for t in tensors]
 
 
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
 def normalize(
     traced: fx.GraphModule,
     tensors: Sequence[Tensor],
@@ -96,11 +100,13 @@ def normalize(
     ``mode``: that of the fake tensors among ``tensors``.
     """
     table = {**core_aten_decompositions(), **foreach_decompositions(), **(extra or {})}
+    if any(node.target is _ATTENTION_BACKWARD for node in traced.graph.nodes):
+        table.pop(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, None)  # it lacks what that reads
     table.pop(torch.ops.aten.bernoulli.default, None)  # it draws float32 whatever the dtype, and so not as eager does
     mode = mode or FakeTensorMode()
     fakes = fake_like(tensors, mode)
     functional = torch.func.functionalize(traced, remove="mutations")
-    with mode, torch.no_grad():
+    with on_fakes(mode), torch.no_grad():
         return make_fx(functional, decomposition_table=table, tracing_mode="real")(*fakes)
 
 

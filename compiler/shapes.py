@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphrl.errors import TraceError
 
-__all__ = ["batch_limit", "open_batch", "quiet_fakes", "rows_per_batch", "same_sizes", "sizes"]
+__all__ = ["batch_range", "on_fakes", "open_batch", "quiet_fakes", "rows_per_batch", "same_sizes", "sizes"]
 
 
 def sizes(tensor: Tensor) -> tuple[int, ...]:
@@ -45,6 +47,16 @@ def open_batch(tensors: Sequence[Tensor]) -> tuple[FakeTensorMode, list[Tensor]]
     return mode, [fake(t) for t in tensors]
 
 
+@contextlib.contextmanager
+def on_fakes(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Run on fake tensors of ``mode``, with torch's Python kernels where its C++ ones ask for a size as a number."""
+    if mode is None:
+        yield
+        return
+    with mode, enable_python_dispatcher():
+        yield
+
+
 def rows_per_batch(dim: Any, batch: Any) -> int | None:
     """``n`` where ``dim`` is ``n`` times the batch size, 0 where it is a fixed number, ``None`` for anything else."""
     if type(dim) is int:
@@ -53,22 +65,21 @@ def rows_per_batch(dim: Any, batch: Any) -> int | None:
     return whole if rest == 0 and same_sizes([dim], [whole * batch]) else None
 
 
-def batch_limit(mode: FakeTensorMode) -> int | None:
-    """The largest batch size all that was traced or compiled under ``mode`` holds for; ``None``: no limit.
+def batch_range(mode: FakeTensorMode) -> tuple[int, int]:
+    """The batch sizes, smallest and largest, that all that was traced or compiled under ``mode`` holds for.
 
-    Raises :class:`TraceError` where something else was assumed of it, as ``if x.shape[0] > 5`` does.
+    Raises :class:`TraceError` where something else was assumed, as ``if x.shape[0] % 2`` does, or one size.
     """
     env: Any = mode.shape_env
     for guard in env.guards:
         if env._maybe_evaluate_static(guard.expr, compute_hint=False) is None:
             raise TraceError(f"the code asks of the batch size, the s in it, whether {guard.expr}")
     ranges = list(env.var_to_range.values())
-    limits = [int(r.upper) for r in ranges if r.upper.is_finite and r.upper < 2**62]
-    if any(r.lower > 2 for r in ranges):
-        raise TraceError(
-            f"the code holds from batch size {max(r.lower for r in ranges)} to {min(limits, default='any')}"
-        )
-    return min(limits, default=None)
+    smallest = max((int(r.lower) for r in ranges), default=2)
+    largest = min((int(r.upper) for r in ranges if r.upper < sys.maxsize), default=sys.maxsize)
+    if smallest == largest:
+        raise TraceError(f"the code makes batch size {smallest} a fixed number, as int(x.shape[0]) and len(x) do")
+    return smallest, largest
 
 
 @contextlib.contextmanager

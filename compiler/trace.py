@@ -24,7 +24,7 @@ import graphrl
 from graphrl.compiler.lowering import lift_state, mark_mutated, module_slots, normalize
 from graphrl.compiler.passes.lift_random import lift_random
 from graphrl.compiler.program import Port, Program
-from graphrl.compiler.shapes import open_batch
+from graphrl.compiler.shapes import on_fakes, open_batch
 from graphrl.compiler.undo import Undo
 from graphrl.errors import KeyMissingError, SpecError, TraceError, did_you_mean
 from graphrl.graph import KeyedGraph
@@ -141,12 +141,8 @@ class _Signature:
 
     @contextlib.contextmanager
     def unseen(self, grads_of: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Where code may run and leave no trace: on fake tensors, or undone afterwards."""
-        if self.mode is not None:
-            with self.mode:
-                yield
-            return
-        with Undo(grads_of) as undo:
+        """Where code may run and leave no trace: what it changes is put back."""
+        with Undo(grads_of) as undo, on_fakes(self.mode):
             yield
         undo.restore()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -77,6 +78,8 @@ class Undo(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _remember(self, tensor: Tensor) -> None:
+        if tensor.is_meta or isinstance(tensor, FakeTensor):  # nothing is there to put back
+            return
         storage = tensor.untyped_storage()
         if storage._cdata not in self._before:
             with _disable_current_modes():  # a tracer below must not record this
