@@ -13,12 +13,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from graphrl.compiler.against_eager import check_against_eager, resized, served_sizes
 from graphrl.compiler.backends import get_backend
 from graphrl.compiler.differentiate import lower_differentiable
-from graphrl.compiler.guards import Bound, Modes, StateChanged
+from graphrl.compiler.guards import Bound, Modes, StateChanged, operations_watched
 from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
@@ -144,7 +143,7 @@ class CompiledGraph(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Compute and write ``out_keys``; every other entry is left alone."""
-        if is_in_torch_dispatch_mode():  # someone traces or watches operations: compiled code would hide them
+        if operations_watched():
             return self.graph(tensordict)
         inputs = []
         for key in self.in_keys:
@@ -168,7 +167,7 @@ class CompiledGraph(TensorDictModuleBase):
         """Plain tensors in ``in_keys`` order to a tuple in ``out_keys`` order. No dictionary, no Dynamo guard."""
         if len(inputs) != len(self.in_keys):
             raise SpecError(f"got {len(inputs)} tensors, expected {len(self.in_keys)}: {self.in_keys}")
-        if is_in_torch_dispatch_mode():
+        if operations_watched():
             return tuple(self._run_eagerly(inputs, torch.Size([])))
         return tuple(self._run(inputs, None))
 

@@ -10,12 +10,22 @@ import torch
 from tensordict.nn import TensorDictModule
 from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from graphrl.compiler.backends import Lowered
 from graphrl.compiler.program import Program
 from graphrl.graph import KeyedGraph
 
-__all__ = ["Bound", "LiveState", "Modes", "StateChanged"]
+try:  # which transform of torch.func is at work; private, checked with torch 2.11 and 2.13
+    from torch._C._functorch import maybe_current_level
+except ImportError:
+
+    def maybe_current_level() -> int | None:
+        """Without the entry, transforms are not seen: torch itself then refuses compiled code under them."""
+        return None
+
+
+__all__ = ["Bound", "LiveState", "Modes", "StateChanged", "operations_watched"]
 
 _MODELESS = {
     *(nn.Linear, nn.Identity, nn.Flatten, nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Embedding),
@@ -23,6 +33,11 @@ _MODELESS = {
     *(nn.Sequential, nn.ModuleDict, nn.ModuleList, TensorDictModule, KeyedGraph),
 }
 """Classes whose own ``forward`` does the same in training and evaluation."""
+
+
+def operations_watched() -> bool:
+    """Whether someone traces, or transforms (``torch.func``), each operation: compiled code would hide them."""
+    return is_in_torch_dispatch_mode() or maybe_current_level() is not None
 
 
 class Modes:

@@ -46,7 +46,7 @@ class Undo(TorchDispatchMode):
     def __init__(self, grads_of: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
-        self._grads = [(t, t.grad) for t in grads_of]
+        self._grads = [(t, t.grad) for t in grads_of if t.is_leaf]  # functional parameters may be results
         self._memory = [(t, t.detach()) for t, _ in self._grads]
 
     def __enter__(self) -> Undo:
