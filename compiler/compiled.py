@@ -392,6 +392,13 @@ class CompiledGraph(TensorDictModuleBase):
 
     # ---- being a module
 
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """The graph's own, under the same names."""
+        return self.graph.state_dict(*args, **options)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.graph._load_from_state_dict(*args)
+
     def train(self, mode: bool = True) -> CompiledGraph:
         self.graph.train(mode)
         self.training = mode

@@ -108,6 +108,26 @@ class KeyedGraph(TensorDictModuleBase):
             node(scratch)
         return nodes[last].get_dist(scratch)
 
+    # ---- saving: a module at two nodes has one entry per tensor, under the first of its names
+
+    def state_dict(self, *args: Any, prefix: str = "", **options: Any) -> Any:
+        """Parameters and buffers by name; those of a module used at several nodes once, under its first name."""
+        state = super().state_dict(*args, prefix=prefix, **options)
+        for first, *others in _twins(self):
+            for name in others:
+                for key in [key for key in state if key.startswith(f"{prefix}{name}.")]:
+                    if f"{prefix}{first}{key.removeprefix(prefix + name)}" in state:
+                        del state[key]
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for names in [*_twins(self), *self.__dict__.get("_origin_twins", [])]:
+            known = next((n for n in names if any(key.startswith(f"{prefix}{n}.") for key in state_dict)), None)
+            for key in [key for key in state_dict if key.startswith(f"{prefix}{known}.")]:
+                for name in names:
+                    state_dict.setdefault(f"{prefix}{name}{key.removeprefix(f'{prefix}{known}')}", state_dict[key])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     # ---- looking
 
     def __len__(self) -> int:
@@ -347,7 +367,16 @@ def _graph_of(nodes: dict[str, nn.Module], origin: nn.Module) -> KeyedGraph:
     name = next(name for name, child in origin.named_children() if child is _place(origin))
     graph._modules[name] = graph.__dict__["nodes"] = nn.ModuleDict(nodes)
     graph._modules[name].training = graph.training = origin.training
+    graph.__dict__["_origin_twins"] = _twins(origin)  # a name that was cut away may be the one in a checkpoint
     return graph
+
+
+def _twins(module: nn.Module) -> list[list[str]]:
+    """The names of each module that stands at several places, in the order they are met."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        names.setdefault(child, []).append(name)
+    return [found for found in names.values() if len(found) > 1]
 
 
 Versions = list[tuple[list[KeyVersion], list[KeyVersion]]]
