@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import EnsembleModule, TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import Tensor, nn
 
 from graphrl.compiler.against_eager import check_against_eager, resized, served_sizes
@@ -105,7 +105,7 @@ class CompiledGraph(TensorDictModuleBase):
         self.out_keys = [k for k in normalize_keys(list(graph.out_keys)) if k != DISCARD]
         self.backend, self.dynamic, self.strict, self.verify = backend, dynamic, strict, verify
         self.training = graph.training
-        self._returns_new = getattr(graph, "returns_new", False)
+        self._result = _result_of(graph)
         self._reset()
 
     def _reset(self) -> None:
@@ -148,12 +148,17 @@ class CompiledGraph(TensorDictModuleBase):
         inputs = []
         for key in self.in_keys:
             value = tensordict.get(key, None)
-            if value is None:
-                raise missing_key(self.graph, key, tensordict, f"batch {list(tensordict.batch_size)}")
+            if not isinstance(value, Tensor) and (value is None or isinstance(value, TensorDictBase)):
+                return self._forward_eagerly(tensordict, key)
             inputs.append(value)
+        if self._result == "another":
+            return self._forward_eagerly(tensordict, None)
         outputs = self._run(inputs, tensordict.batch_size)
-        if self._returns_new:
-            return TensorDict(dict(zip(self.out_keys, outputs, strict=True)), batch_size=[])
+        if self._result in ("new", "empty"):
+            result = TensorDict({}, batch_size=[]) if self._result == "new" else tensordict.empty()
+            for key, value in zip(self.out_keys, outputs, strict=True):
+                result.set(key, value)
+            return result
         # set does more: it moves to the batch's device, and raises for a locked batch as eager does
         plain = type(tensordict) is TensorDict and tensordict.device is None and not tensordict.is_locked
         for key, value in zip(self.out_keys, outputs, strict=True):
@@ -162,6 +167,18 @@ class CompiledGraph(TensorDictModuleBase):
             else:
                 tensordict.set(key, value)
         return tensordict
+
+    def _forward_eagerly(self, tensordict: TensorDictBase, key: Key | None) -> TensorDictBase:
+        """Where the result is no batch of out_keys, or ``key`` is no tensor, as in a module that tolerates that."""
+        told = "returns a batch of another kind" if key is None else f"{key!r} is missing or holds other keys"
+        if f"runs eagerly: {told}" not in self.retraces:
+            self.retraces.append(f"runs eagerly: {told}")
+        try:
+            return self.graph(tensordict)
+        except Exception as error:
+            if key is None or key in tensordict.keys(True):
+                raise
+            raise missing_key(self.graph, key, tensordict, f"batch {list(tensordict.batch_size)}") from error
 
     def call(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Plain tensors in ``in_keys`` order to a tuple in ``out_keys`` order. No dictionary, no Dynamo guard."""
@@ -425,3 +442,19 @@ class CompiledGraph(TensorDictModuleBase):
 
     def __repr__(self) -> str:
         return f"CompiledGraph({type(self.graph).__name__}, backend={self.backend!r}, programs={len(self._entries)})"
+
+
+def _result_of(graph: TensorDictModuleBase) -> str:
+    """What a call returns: the ``same`` batch, a ``new`` one of no batch size, an ``empty`` one like it, or ``another``
+    that eager makes by itself."""
+    if getattr(graph, "returns_new", False):
+        return "new"
+    if isinstance(graph, KeyedGraph):
+        return "same"
+    inplace = getattr(graph, "inplace", True)
+    if isinstance(graph, TensorDictModule) and not isinstance(graph, TensorDictSequential):
+        return {True: "same", "empty": "empty"}.get(inplace, "new")
+    inner = [m for m in graph.modules() if isinstance(m, TensorDictModuleBase)]
+    ensembles = any(isinstance(m, EnsembleModule) for m in inner)
+    parts = any(not isinstance(m, TensorDictSequential) and getattr(m, "inplace", True) is not True for m in inner)
+    return "another" if ensembles or parts or inplace not in (True, None) else "same"

@@ -12,10 +12,10 @@ from graphrl.compiler.backends.base import Lowered
 from graphrl.compiler.program import Program
 from graphrl.errors import ParityError
 
-__all__ = ["float64_reference", "relative_error", "vary", "verify_lowered"]
+__all__ = ["ROUNDING", "float64_reference", "relative_error", "vary", "verify_lowered"]
 
 # 64 units in the last place; more for float64, whose eager result is the reference itself and so shows no error
-_ROUNDING = {torch.float64: 1e-10, torch.float32: 7.7e-6, torch.bfloat16: 0.5, torch.float16: 6.3e-2}
+ROUNDING = {torch.float64: 1e-10, torch.float32: 7.7e-6, torch.bfloat16: 0.5, torch.float16: 6.3e-2}
 
 
 def verify_lowered(program: Program, lowered: Lowered, backend: str, arguments: Sequence[Tensor]) -> float:
@@ -33,7 +33,7 @@ def verify_lowered(program: Program, lowered: Lowered, backend: str, arguments: 
     found = _results(program, lambda *values: lowered(list(values)), [t.clone() for t in fresh])
     worst = 0.0
     for name, ref, own, got in zip(_result_names(program), reference, eager, found, strict=True):
-        allowed = 8 * relative_error(own, ref) + _ROUNDING.get(own.dtype, 0.0)
+        allowed = 8 * relative_error(own, ref) + ROUNDING.get(own.dtype, 0.0)
         error = relative_error(got, ref)
         worst = max(worst, error)
         if got.shape != own.shape or got.dtype != own.dtype or not error <= allowed:

@@ -81,7 +81,9 @@ class KeyedGraph(TensorDictModuleBase):
         scratch = tensordict.copy() if self._hidden else tensordict
         for name, node in self.nodes.items():
             try:
-                node(scratch)
+                result = node(scratch)
+                if result is not scratch:  # a module with inplace=False returns what it wrote in a batch of its own
+                    scratch.update(result.select(*[key for key in node.out_keys if key != DISCARD], strict=False))
             except GraphRLError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
