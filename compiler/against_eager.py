@@ -72,6 +72,17 @@ def _outcome(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Outputs, gradients and written state of one seeded run; the state is put back."""
     before = [slot.read().detach().clone() for slot in written]
+    try:
+        return _results(run, inputs, written, parameters)
+    finally:
+        with torch.no_grad():
+            for slot, value in zip(written, before, strict=True):
+                slot.read().copy_(value)
+
+
+def _results(
+    run: Run, inputs: Sequence[Tensor], written: Sequence[StateSlot], parameters: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     leaves = [t.detach().clone().requires_grad_(t.requires_grad and torch.is_grad_enabled()) for t in inputs]
     with kept_random_state():
         torch.manual_seed(0)
@@ -83,8 +94,4 @@ def _outcome(
         cotangents = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype, device=t.device).view(t.shape) for t in carrying]
         found = torch.autograd.grad(carrying, wanted, cotangents, allow_unused=True)
         gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
-    state = [slot.read().detach().clone() for slot in written]
-    with torch.no_grad():
-        for slot, value in zip(written, before, strict=True):
-            slot.read().copy_(value)
-    return [t.detach() for t in outputs], gradients, state
+    return [t.detach() for t in outputs], gradients, [slot.read().detach().clone() for slot in written]

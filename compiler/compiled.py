@@ -26,7 +26,7 @@ from graphrl.compiler.specialization import Specialization
 from graphrl.compiler.trace import as_example, common_leading, missing_key, trace
 from graphrl.compiler.undo import Undo, kept_random_state
 from graphrl.compiler.verify import verify_lowered
-from graphrl.errors import CompileError, GraphError, KeyMissingError, SpecError, did_you_mean
+from graphrl.errors import CompileError, GraphError, KeyMissingError, ParityError, SpecError, did_you_mean
 from graphrl.graph import KeyedGraph
 from graphrl.keys import DISCARD, Key, normalize_keys
 from graphrl.progress import step_line
@@ -361,7 +361,13 @@ class CompiledGraph(TensorDictModuleBase):
             return self._run_eagerly(tensors, size)
 
         batches = resized(inputs, *served_sizes(entry.program)) if entry.program.dynamic else [inputs]
-        check_against_eager(entry.program, self.graph, batches, entry.run, eager)
+        try:
+            check_against_eager(entry.program, self.graph, batches, entry.run, eager)
+        except ParityError:
+            raise
+        except Exception:  # an example of zeros, say, that eager refuses as a distribution's parameters
+            if entry.program.dynamic:
+                raise
 
     def _lower(self, example: TensorDict, inputs: Sequence[Tensor], grad: bool, reason: str, dynamic: bool) -> Entry:
         options = self.backend, self.strict, self.verify

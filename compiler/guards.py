@@ -16,7 +16,7 @@ from graphrl.compiler.backends import Lowered
 from graphrl.compiler.program import Program
 from graphrl.graph import KeyedGraph
 
-try:  # which transform of torch.func is at work; private, checked with torch 2.11 and 2.13
+try:  # which transform of torch.func is at work; private, checked with torch 2.13
     from torch._C._functorch import maybe_current_level
 except ImportError:
 

@@ -1,6 +1,7 @@
 """Shapes with an open batch size: the symbol for it, the example's sizes behind it, and what a trace assumed of it.
 
-torch's private symbolic-shape calls live in this file alone. Checked with torch 2.11 and 2.13.
+torch's private symbolic-shape calls live in this file alone. Checked with torch 2.13; where one is missing, each batch
+size keeps a program of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ __all__ = ["batch_range", "on_fakes", "open_batch", "quiet_fakes", "rows_per_bat
 
 def sizes(tensor: Tensor) -> tuple[int, ...]:
     """The shape in numbers; for a symbolic dim the example's."""
-    return tuple(n if type(n) is int else int(n.node.hint) for n in tensor.shape)
+    shape: Any = tensor.shape
+    return tuple(n if type(n) is int else int(n.node.hint) for n in shape)
 
 
 def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:

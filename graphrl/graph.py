@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -83,7 +84,9 @@ class KeyedGraph(TensorDictModuleBase):
             try:
                 result = node(scratch)
                 if result is not scratch:  # a module with inplace=False returns what it wrote in a batch of its own
-                    scratch.update(result.select(*[key for key in node.out_keys if key != DISCARD], strict=False))
+                    scratch.update(
+                        result.select(*[k for k in normalize_keys(node.out_keys) if k != DISCARD], strict=False)
+                    )
             except GraphRLError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
@@ -104,7 +107,8 @@ class KeyedGraph(TensorDictModuleBase):
         nodes: list[Any] = list(self.nodes.values())
         last = max((i for i, node in enumerate(nodes) if _has_distribution(node)), default=None)
         if last is None:
-            raise GraphError(f"no node of this graph has a distribution; its nodes are {_names(self)}")
+            names = ", ".join(f"{name} ({_describe(node)})" for name, node in self.nodes.items())
+            raise GraphError(f"no node of this graph has a distribution; its nodes are {names}")
         scratch = tensordict.copy()
         for node in nodes[:last]:
             node(scratch)
@@ -260,6 +264,11 @@ class _Dataflow:
         for node in nodes:
             reads = []
             for key in normalize_keys(node.in_keys):
+                path = key if isinstance(key, tuple) else (key,)
+                filled = [k for k in current if isinstance(k, tuple) and k != key and k[: len(path)] == path]
+                if filled and key not in current:  # a nested batch that earlier nodes wrote, entry by entry
+                    reads += [KeyVersion(k, current[k]) for k in filled]
+                    continue
                 if key not in current:
                     current[key] = 0
                     self.read.append(key)
@@ -447,10 +456,6 @@ def _describe(node: nn.Module) -> str:
     return type(node).__name__
 
 
-def _names(graph: KeyedGraph) -> str:
-    return ", ".join(f"{name} ({_describe(node)})" for name, node in graph.nodes.items())
-
-
 def _shapes(tensordict: TensorDictBase, keys: Iterable[Key]) -> str:
     def show(key: Key) -> str:
         value = tensordict.get(key, None)
@@ -487,8 +492,6 @@ def node_error(
     if isinstance(inner, nn.Linear):
         takes = f"; the layer takes [..., {inner.in_features}] {str(inner.weight.dtype).removeprefix('torch.')}"
     elif isinstance(error, TypeError) and callable(inner):
-        try:
+        with contextlib.suppress(TypeError, ValueError):
             takes = f"; its signature is {inspect.signature(inner)}"
-        except (TypeError, ValueError):
-            takes = ""
     return GraphError(f"{where} failed on {reads}{takes}: {first_line}")

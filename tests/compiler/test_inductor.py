@@ -94,3 +94,36 @@ def test_small_programs_get_one_thread():
     wide = KeyedGraph((nn.Linear(512, 512), ["observation"], ["y"]))
     large = grl.trace(wide, TensorDict(observation=torch.zeros(512, 512), batch_size=[512]))
     assert inductor.chosen_threads(large) == torch.get_num_threads()
+
+
+def test_a_program_for_any_batch_size_takes_more_threads_for_large_ones():
+    seen = []
+
+    def run(values):
+        seen.append(torch.get_num_threads())
+        return values
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        alone = inductor._on_one_thread(run, 1, 10)
+        for n in (9, 10, 3):
+            alone([torch.zeros(50), torch.zeros(n, 2)])
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 2, 1]
+
+
+def test_any_batch_size_without_torch_s_private_entries(monkeypatch):
+    def missing(*args):
+        raise ImportError("moved")
+
+    monkeypatch.setattr(inductor, "_compile_directly", missing)
+    graph = grl.KeyedGraph((nn.Linear(3, 2), ["x"], ["y"]), (lambda y: y - y.mean(0), ["y"], ["y"]))
+    fast = grl.compile(graph, {"x": torch.randn(4, 3)}, dynamic=True)
+    with torch.no_grad():
+        for n in (4, 7, 30):
+            x = torch.randn(n, 3)
+            torch.testing.assert_close(fast.call(x)[0], graph(x))
+    assert len(fast.entries()) == 1 and fast.entries()[0].backend == "inductor"

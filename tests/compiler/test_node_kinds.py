@@ -141,6 +141,7 @@ NODES = {
         parameters(), gaussian(default_interaction_type=InteractionType.MEAN)
     ),
     "composite distribution": composite,
+    "composite distribution in a graph": lambda: KeyedGraph(*composite().module),
     "ensemble": lambda: EnsembleModule(mod(nn.Linear(3, 2), ["x"], ["h"]), num_copies=3),
     "not in place in a graph": lambda: KeyedGraph(
         mod(nn.Linear(3, 2), ["x"], ["h"], inplace=False), (torch.tanh, ["h"], ["y"])
