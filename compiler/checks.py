@@ -28,6 +28,7 @@ class Checks:
 
     def __init__(self) -> None:
         self._conditions: list[tuple[Tensor, bool]] = []
+        self._known: list[bool] | None = None
         self.lines: list[str] = []
 
     def answer(self, tensor: Tensor, frame: FrameType) -> bool | None:
@@ -35,12 +36,19 @@ class Checks:
         line = _check_at(frame.f_code.co_filename, frame.f_lineno)
         if line is None:
             return None
-        with disable_proxy_modes_tracing():
-            truth = bool(tensor.detach())
+        if self._known is not None:
+            truth = self._known.pop(0)
+        else:
+            with disable_proxy_modes_tracing():
+                truth = bool(tensor.detach())
         self._conditions.append((tensor.detach(), truth))
         if line not in self.lines:
             self.lines.append(line)
         return truth
+
+    def replay(self) -> None:
+        """From here on give the answers given so far, in their order: the tensors to come may have no values."""
+        self._known, self._conditions = [truth for _, truth in self._conditions], []
 
     def combined(self) -> tuple[Tensor, ...]:
         """One flag that tells whether every check passes; nothing where there were none. Call it while tracing."""

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import EnsembleModule, TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from graphrl.compiler.against_eager import check_against_eager, resized, served_sizes
 from graphrl.compiler.backends import get_backend
 from graphrl.compiler.differentiate import lower_differentiable
-from graphrl.compiler.guards import Bound, Modes, StateChanged
+from graphrl.compiler.guards import Bound, Modes, StateChanged, operations_watched
 from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.passes.guard_nonfinite import guard_writes
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
+from graphrl.compiler.shapes import quiet_fakes
+from graphrl.compiler.specialization import Specialization
 from graphrl.compiler.trace import as_example, common_leading, missing_key, trace
 from graphrl.compiler.undo import Undo, kept_random_state
 from graphrl.compiler.verify import verify_lowered
-from graphrl.errors import GraphError, KeyMissingError, SpecError, did_you_mean
+from graphrl.errors import CompileError, GraphError, KeyMissingError, ParityError, SpecError, did_you_mean
 from graphrl.graph import KeyedGraph
 from graphrl.keys import DISCARD, Key, normalize_keys
 from graphrl.opaque import is_opaque
@@ -42,14 +44,19 @@ def compile(
     example: TensorDictBase | dict[Key, Tensor] | None = None,
     *,
     backend: str = "inductor",
+    dynamic: bool | None = None,
     strict: bool = False,
     verify: bool = True,
 ) -> CompiledGraph:
     """Compile a keyed graph; the result is called like the graph itself.
 
     graph: a :class:`KeyedGraph`, any ``tensordict.nn`` module, or anything :class:`KeyedGraph` takes as a node.
-    example: a batch to compile for now; without it the first call compiles. Another batch shape, dtype, device,
+    example: a batch to compile for now; without it the first call compiles. Another feature shape, dtype, device,
     train/eval flag or interaction type compiles its own program at its first call; unrelated keys never do.
+    dynamic: ``None`` compiles the first batch size for itself, and at a second one a program for any; ``True`` that
+    program at once; ``False`` a program for each size. Only the first batch dim is open. Sizes 0 and 1 always have
+    programs of their own, and so has every size where the code or the backend (``native``, ``onnx``) asks for a fixed
+    one: ``grl.explain`` tells.
     backend: ``inductor``, ``aot``, ``native`` (generated C), ``triton`` (MLPs on a GPU), ``onnx`` or ``eager``. What it
     refuses the next best runs, and ``grl.explain`` tells why; ``strict=True`` makes a refusal a :class:`CompileError`.
     verify: check each new program against float64 eager before its first use; a difference is a ``ParityError``.
@@ -64,7 +71,7 @@ def compile(
     from graphrl.compiler.chain import CompiledChain  # it is built on CompiledGraph
 
     kind = CompiledChain if any(is_opaque(m) for m in graph.modules()) else CompiledGraph
-    compiled = kind(graph, backend=backend, strict=strict, verify=verify)
+    compiled = kind(graph, backend=backend, dynamic=dynamic, strict=strict, verify=verify)
     if example is not None:
         compiled.warm_up(as_example(example))
     return compiled
@@ -92,23 +99,28 @@ class CompiledGraph(TensorDictModuleBase):
     key for a batch that does not fit.
     """
 
-    def __init__(self, graph: TensorDictModuleBase, *, backend: str, strict: bool, verify: bool) -> None:
+    def __init__(
+        self, graph: TensorDictModuleBase, *, backend: str, dynamic: bool | None, strict: bool, verify: bool
+    ) -> None:
         super().__init__()
         self.__dict__["graph"] = graph  # not a sub-module: a prefix in every state-dict name would follow
         self._modules, self._parameters, self._buffers = graph._modules, graph._parameters, graph._buffers
         self._non_persistent_buffers_set = graph._non_persistent_buffers_set
         self.in_keys = normalize_keys(list(graph.in_keys))
         self.out_keys = [k for k in normalize_keys(list(graph.out_keys)) if k != DISCARD]
-        self.backend, self.strict, self.verify = backend, strict, verify
+        self.backend, self.dynamic, self.strict, self.verify = backend, dynamic, strict, verify
         self.training = graph.training
-        self._returns_new = getattr(graph, "returns_new", False)
+        self._result = _result_of(graph)
         self._reset()
 
     def _reset(self) -> None:
-        self._entries: dict[Any, Entry] = {}
+        self._entries: dict[Specialization, Entry] = {}
+        self._fixed_only: dict[Specialization, str] = {}  # why there is no program for any batch size
         self._lock = threading.RLock()
         self._look_at_modules()
-        self._last: tuple[Any, Entry] | None = None  # one attribute: another thread may replace it at any moment
+        self._last: tuple[Specialization, Entry] | None = (
+            None  # one attribute: another thread may replace it at any moment
+        )
         self.retraces: list[str] = []
 
     def _look_at_modules(self) -> None:
@@ -136,17 +148,22 @@ class CompiledGraph(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Compute and write ``out_keys``; every other entry is left alone."""
-        if is_in_torch_dispatch_mode():  # someone traces or watches operations: compiled code would hide them
+        if operations_watched():
             return self.graph(tensordict)
         inputs = []
         for key in self.in_keys:
             value = tensordict.get(key, None)
-            if value is None:
-                raise missing_key(self.graph, key, tensordict, f"batch {list(tensordict.batch_size)}")
+            if not isinstance(value, Tensor) and (value is None or isinstance(value, TensorDictBase)):
+                return self._forward_eagerly(tensordict, key)
             inputs.append(value)
+        if self._result == "another":
+            return self._forward_eagerly(tensordict, None)
         outputs = self._run(inputs, tensordict.batch_size)
-        if self._returns_new:
-            return TensorDict(dict(zip(self.out_keys, outputs, strict=True)), batch_size=[])
+        if self._result in ("new", "empty"):
+            result = TensorDict({}, batch_size=[]) if self._result == "new" else tensordict.empty()
+            for key, value in zip(self.out_keys, outputs, strict=True):
+                result.set(key, value)
+            return result
         # set does more: it moves to the batch's device, and raises for a locked batch as eager does
         plain = type(tensordict) is TensorDict and tensordict.device is None and not tensordict.is_locked
         for key, value in zip(self.out_keys, outputs, strict=True):
@@ -156,11 +173,23 @@ class CompiledGraph(TensorDictModuleBase):
                 tensordict.set(key, value)
         return tensordict
 
+    def _forward_eagerly(self, tensordict: TensorDictBase, key: Key | None) -> TensorDictBase:
+        """Where the result is no batch of out_keys, or ``key`` is no tensor, as in a module that tolerates that."""
+        told = "returns a batch of another kind" if key is None else f"{key!r} is missing or holds other keys"
+        if f"runs eagerly: {told}" not in self.retraces:
+            self.retraces.append(f"runs eagerly: {told}")
+        try:
+            return self.graph(tensordict)
+        except Exception as error:
+            if key is None or key in tensordict.keys(True):
+                raise
+            raise missing_key(self.graph, key, tensordict, f"batch {list(tensordict.batch_size)}") from error
+
     def call(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Plain tensors in ``in_keys`` order to a tuple in ``out_keys`` order. No dictionary, no Dynamo guard."""
         if len(inputs) != len(self.in_keys):
             raise SpecError(f"got {len(inputs)} tensors, expected {len(self.in_keys)}: {self.in_keys}")
-        if is_in_torch_dispatch_mode():
+        if operations_watched():
             return tuple(self._run_eagerly(inputs, torch.Size([])))
         return tuple(self._run(inputs, None))
 
@@ -216,23 +245,12 @@ class CompiledGraph(TensorDictModuleBase):
         if not self._modes.same_modules():
             self._forget("a module was replaced by another")
         last = self._last
-        if last is not None and self._fits(last[0], inputs, batch_size):
-            return last[1]
+        if last is not None:
+            key, entry = last
+            if key.fits(inputs, batch_size) and key.modes == self._modes.now():
+                if key.needs_grad == (self._needs_grad(inputs) if torch.is_grad_enabled() else None):
+                    return entry
         return self._select(inputs, batch_size)
-
-    def _fits(self, key: Any, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> bool:
-        """Whether the program compiled for ``key`` may run on these tensors, now."""
-        signature, modes, needs_grad, traced_batch_size = key
-        if batch_size is not None and batch_size != traced_batch_size:
-            return False
-        for t, (shape, dtype, device) in zip(inputs, signature, strict=True):
-            if t.shape != shape or t.dtype is not dtype or t.device != device:
-                return False
-        if modes != self._modes.now():
-            return False
-        if torch.is_grad_enabled():
-            return needs_grad == self._needs_grad(inputs)
-        return needs_grad is None
 
     def _needs_grad(self, inputs: Sequence[Tensor]) -> tuple[bool, ...] | None:
         """Which inputs and parameters carry gradient, or ``None`` when nothing does."""
@@ -263,21 +281,56 @@ class CompiledGraph(TensorDictModuleBase):
         for name, value in zip(self.in_keys, inputs, strict=True):
             if not isinstance(value, Tensor):
                 raise SpecError(f"{name!r} is a {type(value).__name__}: expected a tensor")
-        signature = tuple((t.shape, t.dtype, t.device) for t in inputs)
-        fixed = (signature, self._modes.now(), self._needs_grad(inputs))
-        with self._lock, kept_random_state():
-            if batch_size is None:  # plain tensors: any program for them will do
-                same = next((key[3] for key in self._entries if key[:3] == fixed), None)
-                batch_size = self._guess_batch_size(inputs) if same is None else same
-            key = (*fixed, batch_size)
-            entry = self._entries.get(key)
-            if entry is None:
-                entry = self._build(inputs, batch_size, grad=fixed[2] is not None)
-                if self._entries:
-                    self.retraces.append(entry.reason)
-                self._entries[key] = entry
+        modes, needs_grad = self._modes.now(), self._needs_grad(inputs)
+        with self._lock:
+            for key, entry in self._entries.items():
+                if key.modes == modes and key.needs_grad == needs_grad and key.fits(inputs, batch_size):
+                    self._last = key, entry
+                    return entry
+            with kept_random_state():
+                size = self._guess_batch_size(inputs) if batch_size is None else batch_size
+                signature = tuple((t.shape, t.dtype, t.device) for t in inputs)
+                key, entry = self._compile(Specialization(signature, modes, needs_grad, size), inputs)
+            if self._entries:
+                self.retraces.append(entry.reason)
+            self._entries[key] = entry
             self._last = key, entry
         return entry
+
+    def _compile(self, key: Specialization, inputs: Sequence[Tensor]) -> tuple[Specialization, Entry]:
+        """A new program: for any batch size where that is wanted and can be, else for this one."""
+        ports = ", ".join(str(Port.of(k, t)) for k, t in zip(self.in_keys, inputs, strict=True))
+        changes = min((key.changes_from(old, self.in_keys) for old in self._entries), key=len, default=None)
+        reason = f"first call with {ports}" if changes is None else f"{', '.join(changes)}: call with {ports}"
+        if len(self._entries) >= MAX_PROGRAMS:
+            told = f"{reason}: {MAX_PROGRAMS} programs are compiled already, runs eagerly"
+            return key, self._eager_entry(self._example(inputs, key.batch_size), told)
+        grad = key.needs_grad is not None
+        if not self._wants_any_batch(key):
+            return key, self._build(inputs, key.batch_size, grad, reason)
+        why = self._fixed_only.get(key.opened())
+        if why is None:
+            try:
+                with quiet_fakes():
+                    entry = self._build(inputs, key.batch_size, grad, reason, dynamic=True)
+                smallest, largest = served_sizes(entry.program)
+                told = f"from {smallest}" + f" to {largest}" * (largest < sys.maxsize)
+                entry = replace(entry, reason=f"{reason}; one program for any batch size {told}")
+                return key.opened(smallest, largest), entry
+            except Exception as error:  # whatever stands in the way, programs of one size each remain
+                why = self._fixed_only[key.opened()] = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if self.strict and self.dynamic:
+            raise CompileError(f"no program for any batch size, as dynamic=True asks with strict=True: {why}")
+        entry = self._build(inputs, key.batch_size, grad, reason)
+        refusal = f"{self.backend} for a program of any batch size: {why}"
+        return key, replace(entry, refusals=(refusal, *entry.refusals))
+
+    def _wants_any_batch(self, key: Specialization) -> bool:
+        """Whether ``dynamic`` asks for a program for many sizes: at once, or as another size was met before."""
+        if self.dynamic is False or not key.may_open:
+            return False
+        others = (old for old in self._entries if old.may_open or old.sizes is not None)
+        return bool(self.dynamic) or any(old.opened() == key.opened() for old in others)
 
     def _guess_batch_size(self, inputs: Sequence[Tensor]) -> torch.Size:
         """The leading dims plain tensors share, as in the TensorDict they probably come from; none where an output
@@ -293,30 +346,54 @@ class CompiledGraph(TensorDictModuleBase):
             undo.restore()
         return guess
 
-    def _build(self, inputs: Sequence[Tensor], batch_size: torch.Size, grad: bool) -> Entry:
-        example = self._example(inputs, batch_size)
-        needs = [t.requires_grad and grad for t in inputs]
-        reason = f"first call with {', '.join(str(Port.of(k, t)) for k, t in zip(self.in_keys, inputs, strict=True))}"
-        if len(self._entries) >= MAX_PROGRAMS:
-            return self._eager_entry(example, f"{reason}: {MAX_PROGRAMS} programs are compiled already, runs eagerly")
+    def _build(
+        self, inputs: Sequence[Tensor], batch_size: torch.Size, grad: bool, reason: str, dynamic: bool = False
+    ) -> Entry:
         start = time.perf_counter()
+        if dynamic and not get_backend(self.backend).dynamic:
+            raise CompileError("it compiles for fixed shapes")
         with step_line(f"compile {type(self.graph).__name__} with {self.backend}"):
-            if grad:
-                eager = partial(self._run_eagerly, batch_size=batch_size)
-                pair = lower_differentiable(self.graph, example, needs, self.backend, self.strict, self.verify, eager)
-                if pair is not None:
-                    seconds = time.perf_counter() - start
-                    return Entry(
-                        pair.forward, pair.backend, pair.refusals, seconds, reason, pair.parity, pair.run, True
-                    )
-            with torch.no_grad():
-                program = guard_writes(run_passes(trace(self.graph, example, recheck=True)))
-                lowered, name, refusals = lower_with_fallback(program, self.backend, self.strict)
-                tensors = [example.get(k).contiguous() for k in self.in_keys]
-                parity = verify_lowered(program, lowered, name, program.arguments(tensors)) if self.verify else None
-        bound = Bound(program, lowered, partial(self._run_eagerly, batch_size=batch_size))
+            entry = self._lower(self._example(inputs, batch_size), inputs, grad, reason, dynamic)
+            if dynamic or self.verify:
+                self._check(entry, [t.contiguous() for t in inputs], batch_size)
+        return replace(entry, seconds=time.perf_counter() - start)
+
+    def _check(self, entry: Entry, inputs: Sequence[Tensor], batch_size: torch.Size) -> None:
+        """Compare with the eager graph: on these inputs, or on several sizes of them."""
+
+        def eager(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            size = tensors[0].shape[:1] + batch_size[1:] if entry.program.dynamic else batch_size
+            return self._run_eagerly(tensors, size)
+
+        batches = resized(inputs, *served_sizes(entry.program)) if entry.program.dynamic else [inputs]
+        try:
+            check_against_eager(entry.program, self.graph, batches, entry.run, eager)
+        except ParityError:
+            raise
+        except Exception:  # an example of zeros, say, that eager refuses as a distribution's parameters
+            if entry.program.dynamic:
+                raise
+
+    def _lower(self, example: TensorDict, inputs: Sequence[Tensor], grad: bool, reason: str, dynamic: bool) -> Entry:
+        options = self.backend, self.strict, self.verify
+
+        def eager(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            rows = tensors[0].shape[:1] if dynamic else example.batch_size[:1]
+            return self._run_eagerly(tensors, rows + example.batch_size[1:])
+
+        if grad:
+            needs = [t.requires_grad for t in inputs]
+            pair = lower_differentiable(self.graph, example, needs, *options, eager, dynamic)
+            if pair is not None:
+                return Entry(pair.forward, pair.backend, pair.refusals, 0.0, reason, pair.parity, pair.run, True)
+        with torch.no_grad():
+            program = guard_writes(run_passes(trace(self.graph, example, dynamic=dynamic, recheck=True)))
+            lowered, name, refusals = lower_with_fallback(program, self.backend, self.strict)
+            tensors = [example.get(k).contiguous() for k in self.in_keys]
+            parity = verify_lowered(program, lowered, name, program.arguments(tensors)) if self.verify else None
+        bound = Bound(program, lowered, eager)
         run = torch.no_grad()(bound) if grad else bound  # nothing in it carries gradient
-        return Entry(program, name, refusals, time.perf_counter() - start, reason, parity, run, False)
+        return Entry(program, name, refusals, 0.0, reason, parity, run, False)
 
     def _eager_entry(self, example: TensorDictBase, reason: str) -> Entry:
         def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -341,11 +418,19 @@ class CompiledGraph(TensorDictModuleBase):
     def _forget(self, reason: str) -> None:
         with self._lock:
             self._entries.clear()
+            self._fixed_only.clear()
             self._last = None
             self._look_at_modules()
             self.retraces.append(reason)
 
     # ---- being a module
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """The graph's own, under the same names."""
+        return self.graph.state_dict(*args, **options)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.graph._load_from_state_dict(*args)
 
     def train(self, mode: bool = True) -> CompiledGraph:
         self.graph.train(mode)
@@ -357,16 +442,35 @@ class CompiledGraph(TensorDictModuleBase):
         return self.graph.get_dist(tensordict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"graph": self.graph, "backend": self.backend, "strict": self.strict, "verify": self.verify}
+        return {"graph": self.graph, **self._options()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["graph"], **{k: state[k] for k in ("backend", "strict", "verify")})  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
+
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("backend", "dynamic", "strict", "verify")}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledGraph:
         import copy
 
         graph = copy.deepcopy(self.graph, memo)
-        return type(self)(graph, backend=self.backend, strict=self.strict, verify=self.verify)
+        return type(self)(graph, **self._options())
 
     def __repr__(self) -> str:
         return f"CompiledGraph({type(self.graph).__name__}, backend={self.backend!r}, programs={len(self._entries)})"
+
+
+def _result_of(graph: TensorDictModuleBase) -> str:
+    """What a call returns: the ``same`` batch, a ``new`` one of no batch size, an ``empty`` one like it, or ``another``
+    that eager makes by itself."""
+    if getattr(graph, "returns_new", False):
+        return "new"
+    if isinstance(graph, KeyedGraph):
+        return "same"
+    inplace = getattr(graph, "inplace", True)
+    if isinstance(graph, TensorDictModule) and not isinstance(graph, TensorDictSequential):
+        return {True: "same", "empty": "empty"}.get(inplace, "new")
+    inner = [m for m in graph.modules() if isinstance(m, TensorDictModuleBase)]
+    ensembles = any(isinstance(m, EnsembleModule) for m in inner)
+    parts = any(not isinstance(m, TensorDictSequential) and getattr(m, "inplace", True) is not True for m in inner)
+    return "another" if ensembles or parts or inplace not in (True, None) else "same"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from graphrl.compiler.program import Program
+from graphrl.compiler.shapes import sizes
 
 __all__ = ["Cost", "estimate_cost"]
 
@@ -49,10 +50,14 @@ def _flops(node: fx.Node) -> int:
         return 0
     operands = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     if node.target in (aten.mm.default, aten.bmm.default):
-        return 2 * value.numel() * operands[0].shape[-1]
+        return 2 * _numel(value) * sizes(operands[0])[-1]
     if node.target is aten.addmm.default:
-        return 2 * value.numel() * node.args[1].meta["val"].shape[-1]
+        return 2 * _numel(value) * sizes(node.args[1].meta["val"])[-1]
     if node.target is aten.convolution.default:
         weight = node.args[1].meta["val"]
-        return 2 * value.numel() * math.prod(weight.shape[1:])
-    return max([value.numel(), *(t.numel() for t in operands)])
+        return 2 * _numel(value) * math.prod(sizes(weight)[1:])
+    return max(_numel(t) for t in (value, *operands))
+
+
+def _numel(tensor: Tensor) -> int:
+    return math.prod(sizes(tensor))

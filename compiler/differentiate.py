@@ -47,12 +47,13 @@ def lower_differentiable(
     strict: bool,
     verify: bool,
     eager: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    dynamic: bool = False,
 ) -> Differentiable | None:
     """Trace, cut and lower ``graph`` with its gradients; ``None`` when nothing it computes carries gradient.
 
     ``eager`` runs in the program's place where a check of the traced code would fail.
     """
-    joint = trace_joint(graph, example, inputs_need_grad)
+    joint = trace_joint(graph, example, inputs_need_grad, dynamic=dynamic)
     if joint is None:
         return None
     whole = replace(joint, program=guard_writes(run_passes(joint.program)))
@@ -70,7 +71,6 @@ def lower_differentiable(
         cotangents = [torch.randn_like(c) for c in _cotangent_likes(whole)]
         parity = max(parity, verify_lowered(backward, run_backward, back_name, [*cotangents, *values]))
     live = LiveState(forward)
-    draws = [n.draw for n in forward.noise]
     unread = _unread_targets(whole)
     reads = [slot.read for slot in module_slots([("", graph)]).values() if slot.name in unread]
     function = _autograd_function(whole, unread, saved_from, run_forward, run_backward)
@@ -78,7 +78,9 @@ def lower_differentiable(
     n_out = len(whole.outputs) - checked
 
     def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        outputs = function.apply(*inputs, *live(), *(draw() for draw in draws), *(read() for read in reads))
+        rows = inputs[0].shape[0] if dynamic else None
+        draws = [n.draw(rows) for n in forward.noise]
+        outputs = function.apply(*inputs, *live(), *draws, *(read() for read in reads))
         return eager(inputs) if checked and not outputs[n_out] else outputs[:n_out]
 
     return Differentiable(forward, backward, name, (*refusals, *more), parity, run)
@@ -102,8 +104,8 @@ def split(joint: JointProgram) -> tuple[Program, Program, list[tuple[str, int]]]
     (output,) = (n for n in graph.nodes if n.op == "output")
     n_out = len(joint.outputs)
     outputs, gradients = output.args[0][:n_out], output.args[0][n_out:]
-    crossing = [n for n in graph.nodes if n not in late and n.op != "output"
-                and any(u in late for u in n.users)]  # fmt: skip
+    needed, computed_again = _needed_by(late)
+    crossing = [n for n in graph.nodes if n in needed and n not in late]
     crossing += [g for g in gradients if g not in late and g not in crossing]
     saved_from: list[tuple[str, int]] = []
     saved: list[fx.Node] = []
@@ -114,9 +116,10 @@ def split(joint: JointProgram) -> tuple[Program, Program, list[tuple[str, int]]]
             saved_from.append(("saved", len(saved)))
             saved.append(node)
     forward = _extract(graph, forward_places, [*outputs, *saved], lambda n: n not in late)
-    backward = _extract(graph, [*cotangents, *crossing], list(gradients), lambda n: n in late)
+    backward = _extract(graph, [*cotangents, *crossing], list(gradients), lambda n: n in late or n in computed_again)
     for node in backward.nodes:  # saved values come contiguous, whatever layout a view was traced on
-        if node.target is aten.view.default and not all(n.meta["val"].is_contiguous() for n in crossing):
+        layouts_kept = not joint.program.dynamic and all(n.meta["val"].is_contiguous() for n in crossing)
+        if node.target is aten.view.default and not layouts_kept:
             node.target = aten.reshape.default
     base = joint.program
     saved_ports = tuple(Port.of(("saved", str(i)), n.meta["val"]) for i, n in enumerate(saved))
@@ -129,6 +132,23 @@ def split(joint: JointProgram) -> tuple[Program, Program, list[tuple[str, int]]]
                 outputs=base.outputs[n_out:], state=(), noise=(), name=f"{base.name}_backward"),
         saved_from,
     )  # fmt: skip
+
+
+def _needed_by(late: set[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The values the backward half reads, and the sizes it computes again: a number cannot be saved as a tensor."""
+    needed: set[fx.Node] = set()
+    again: set[fx.Node] = set()
+    pending = list(late)
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            if node in late or node in needed or node in again:
+                continue
+            if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                again.add(node)
+                pending.append(node)
+            else:
+                needed.add(node)
+    return needed, again
 
 
 def _extract(graph: fx.Graph, places: Sequence[fx.Node], outputs: Sequence[fx.Node], keep: Any) -> fx.Graph:

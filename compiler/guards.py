@@ -11,13 +11,23 @@ from tensordict.nn import TensorDictModule
 from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from graphrl.compiler.backends import Lowered
 from graphrl.compiler.checks import CHECKED
 from graphrl.compiler.program import Program
 from graphrl.graph import KeyedGraph
 
-__all__ = ["Bound", "LiveState", "Modes", "StateChanged"]
+try:  # which transform of torch.func is at work; private, checked with torch 2.13
+    from torch._C._functorch import maybe_current_level
+except ImportError:
+
+    def maybe_current_level() -> int | None:
+        """Without the entry, transforms are not seen: torch itself then refuses compiled code under them."""
+        return None
+
+
+__all__ = ["Bound", "LiveState", "Modes", "StateChanged", "operations_watched"]
 
 _MODELESS = {
     *(nn.Linear, nn.Identity, nn.Flatten, nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Embedding),
@@ -25,6 +35,11 @@ _MODELESS = {
     *(nn.Sequential, nn.ModuleDict, nn.ModuleList, TensorDictModule, KeyedGraph),
 }
 """Classes whose own ``forward`` does the same in training and evaluation."""
+
+
+def operations_watched() -> bool:
+    """Whether someone traces, or transforms (``torch.func``), each operation: compiled code would hide them."""
+    return is_in_torch_dispatch_mode() or maybe_current_level() is not None
 
 
 class Modes:
@@ -99,6 +114,7 @@ class Bound:
         self._live = LiveState(program)
         self._lowered = lowered
         self._noise = program.noise
+        self._dynamic = program.dynamic
         self._reuses_noise = _noise_stays_inside(program)
         self._mine = threading.local()
         self._write_into = getattr(lowered, "call_into", None)
@@ -107,7 +123,7 @@ class Bound:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run on plain tensors in ``in_keys`` order."""
-        outputs = self._lowered([*inputs, *self._live(), *self._draws()])
+        outputs = self._lowered([*inputs, *self._live(), *self._draws(inputs)])
         if not self._checked:
             return outputs
         *outputs, passed = outputs
@@ -117,7 +133,7 @@ class Bound:
         """Run and leave the results in ``outputs``."""
         if self._write_into is not None and all(t.is_contiguous() for t in outputs):
             flag = [torch.empty((), dtype=torch.bool)] if self._checked else []
-            self._write_into([*inputs, *self._live(), *self._draws()], [*outputs, *flag])
+            self._write_into([*inputs, *self._live(), *self._draws(inputs)], [*outputs, *flag])
             if not flag or flag[0]:
                 return
         for target, value in zip(outputs, self(inputs), strict=True):
@@ -151,15 +167,16 @@ class Bound:
 
         return checked
 
-    def _draws(self) -> Sequence[Tensor]:
+    def _draws(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if not self._noise:
             return ()
+        rows = inputs[0].shape[0] if self._dynamic else None
         if not self._reuses_noise:
-            return [n.draw() for n in self._noise]
-        try:
-            buffers = self._mine.buffers
-        except AttributeError:  # first call in this thread
-            buffers = self._mine.buffers = [n.empty() for n in self._noise]
+            return [n.draw(rows) for n in self._noise]
+        known, buffers = getattr(self._mine, "buffers", (-1, []))
+        if known != rows:  # first call in this thread, or of this batch size
+            buffers = [n.empty(rows) for n in self._noise]
+            self._mine.buffers = rows, buffers
         return [n.redraw(buffer) for n, buffer in zip(self._noise, buffers, strict=True)]
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._decomp import core_aten_decompositions
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphrl.compiler.program import Fixed, StateSlot
+from graphrl.compiler.shapes import on_fakes
 
 __all__ = ["fake_like", "foreach_decompositions", "lift_state", "module_slots", "normalize"]
 
@@ -90,18 +91,31 @@ def _is_literal(node: fx.Node) -> bool:
 
 
 def fake_like(tensors: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
-    """Fake tensors with the shapes, strides, dtypes and devices of real ones."""
-    return [mode.from_tensor(t.detach()) for t in tensors]
+    """Fake tensors with the shapes, strides, dtypes and devices of real ones; those that are fake already stay."""
+    return [t if isinstance(t, FakeTensor) else mode.from_tensor(t.detach(), static_shapes=True) for t in tensors]
 
 
-def normalize(traced: fx.GraphModule, tensors: Sequence[Tensor], extra: dict[Any, Any] | None = None) -> fx.GraphModule:
-    """Core ATen, no in-place operation but one final ``copy_`` for each placeholder that was written."""
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def normalize(
+    traced: fx.GraphModule,
+    tensors: Sequence[Tensor],
+    extra: dict[Any, Any] | None = None,
+    mode: FakeTensorMode | None = None,
+) -> fx.GraphModule:
+    """Core ATen, no in-place operation but one final ``copy_`` for each placeholder that was written.
+
+    ``mode``: that of the fake tensors among ``tensors``.
+    """
     table = {**core_aten_decompositions(), **foreach_decompositions(), **(extra or {})}
+    if any(node.target is _ATTENTION_BACKWARD for node in traced.graph.nodes):
+        table.pop(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, None)  # it lacks what that reads
     table.pop(torch.ops.aten.bernoulli.default, None)  # it draws float32 whatever the dtype, and so not as eager does
-    mode = FakeTensorMode()
+    mode = mode or FakeTensorMode()
     fakes = fake_like(tensors, mode)
     functional = torch.func.functionalize(traced, remove="mutations")
-    with mode, torch.no_grad():
+    with on_fakes(mode), torch.no_grad():
         return make_fx(functional, decomposition_table=table, tracing_mode="real")(*fakes)
 
 

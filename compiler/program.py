@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphrl.compiler.shapes import sizes
 from graphrl.errors import SpecError
 from graphrl.keys import Key, encode_key
 
@@ -28,7 +29,7 @@ class Port:
 
     @classmethod
     def of(cls, key: Key, tensor: Tensor) -> Port:
-        return cls(key, tuple(tensor.shape), tensor.dtype, tensor.device)
+        return cls(key, sizes(tensor), tensor.dtype, tensor.device)
 
     def __str__(self) -> str:
         return f"{encode_key(self.key)}: {_dtype(self.dtype)}{list(self.shape)}"
@@ -75,6 +76,7 @@ class Noise:
     ``kind``: ``"normal"`` (mean 0, variance 1), ``"uniform"`` ([0, 1)), or the name and the ``options`` of another
     draw: ``bernoulli (0.5,)``, ``random (low, high)`` for integers, ``exponential (1.0,)``, ``randperm``.
     ``strides``: of eager's tensor where that is not contiguous, since a draw fills memory in order.
+    ``per_row``: in a program for any batch size, how often the batch size goes into each dim; 0 for a fixed dim.
     """
 
     shape: tuple[int, ...]
@@ -83,13 +85,17 @@ class Noise:
     kind: str
     options: tuple[Any, ...] = ()
     strides: tuple[int, ...] | None = None
+    per_row: tuple[int, ...] | None = None
 
-    def draw(self) -> Tensor:
-        """A fresh draw."""
-        return self.redraw(self.empty())
+    def draw(self, rows: int | None = None) -> Tensor:
+        """A fresh draw; ``rows``: the batch size of this call, in a program for any."""
+        return self.redraw(self.empty(rows))
 
-    def empty(self) -> Tensor:
+    def empty(self, rows: int | None = None) -> Tensor:
         """Memory for a draw."""
+        if rows is not None and self.per_row is not None:
+            shape = [n * rows or size for n, size in zip(self.per_row, self.shape, strict=True)]
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
         if self.strides is None:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
@@ -99,7 +105,7 @@ class Noise:
         if self.kind == "normal":
             into.normal_()
         elif self.kind == "randperm":
-            torch.randperm(self.shape[0], out=into)
+            torch.randperm(into.shape[0], out=into)
         else:
             getattr(into, f"{self.kind}_")(*self.options)
         return into if self.strides is None else into.contiguous()
@@ -123,6 +129,9 @@ class Program:
     ``graph_module`` takes, in this order, the inputs (``in_keys`` order), the state tensors, the random draws, and
     returns a tuple in ``out_keys`` order. State that it writes appears as ``copy_`` into a state placeholder after
     everything else. Printing a program gives runnable Python with shapes as comments.
+
+    ``dynamic``: the program takes any batch size from 2, the first dim of every input; the shapes in its ports are
+    those of the example it was traced on.
     """
 
     graph_module: fx.GraphModule
@@ -133,6 +142,7 @@ class Program:
     name: str = "program"
     assumptions: tuple[str, ...] = ()
     history: tuple[PassRecord, ...] = field(default=())
+    dynamic: bool = False
 
     @property
     def in_keys(self) -> list[Key]:
@@ -172,7 +182,8 @@ class Program:
 
     def arguments(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """All placeholder values for one call: the inputs given, the live state, fresh random draws."""
-        return [*inputs, *(slot.read() for slot in self.state), *(n.draw() for n in self.noise)]
+        rows = inputs[0].shape[0] if self.dynamic else None
+        return [*inputs, *(slot.read() for slot in self.state), *(n.draw(rows) for n in self.noise)]
 
     def check_inputs(self, inputs: Sequence[Tensor]) -> None:
         """Raise :class:`SpecError` naming the first input that does not fit the signature."""
@@ -180,7 +191,8 @@ class Program:
             raise SpecError(f"got {len(inputs)} tensors, expected {len(self.inputs)}: {[str(p) for p in self.inputs]}")
         for port, tensor in zip(self.inputs, inputs, strict=True):
             found = Port.of(port.key, tensor)
-            if found != port:
+            wanted = replace(port, shape=(*found.shape[:1], *port.shape[1:])) if self.dynamic else port
+            if found != wanted:
                 raise SpecError(f"{port.key!r} is {found}, but this program was traced for {port}")
 
     def run(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -226,6 +238,7 @@ def print_program(program: Program) -> str:
     lines = [f"# {line}" for line in _header(program)]
     arguments = ", ".join(names[n] for n in program.placeholders())
     lines += [
+        *["import operator"] * program.dynamic,
         "import torch",
         "from torch import device, inf, nan  # noqa: F401",
         "",
@@ -251,6 +264,7 @@ def print_program(program: Program) -> str:
 def _header(program: Program) -> list[str]:
     lines = [f"{program.name}: {len(program.inputs)} inputs, {len(program.state)} state tensors, "
              f"{program.node_count()} operations"]  # fmt: skip
+    lines += ["  for any batch size from 2; the shapes are the example's"] * program.dynamic
     lines += [f"  in    {port}" for port in program.inputs]
     lines += [f"  out   {port}" for port in program.outputs]
     lines += [f"  state {slot}" for slot in program.state]
@@ -265,8 +279,10 @@ def _call(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     target = node.target
     if getattr(target, "__name__", "") == "getitem":
         return f"{args[0]}[{args[1]}]"
-    text = str(target) if isinstance(target, torch._ops.OpOverload) else f"{target}"
-    return f"torch.ops.{text}({', '.join(args)})"
+    if not isinstance(target, torch._ops.OpOverload) and callable(target):  # arithmetic on sizes
+        module = "operator" if target.__module__ == "_operator" else "torch"
+        return f"{module}.{target.__name__}({', '.join(args)})"
+    return f"torch.ops.{target}({', '.join(args)})"
 
 
 def _text(value: Any, names: Mapping[fx.Node, str]) -> str:

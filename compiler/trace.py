@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
@@ -17,6 +19,7 @@ from graphrl.compiler.checks import CHECKED, Checks
 from graphrl.compiler.lowering import lift_state, mark_mutated, module_slots, normalize
 from graphrl.compiler.passes.lift_random import lift_random
 from graphrl.compiler.program import Port, Program
+from graphrl.compiler.shapes import on_fakes, open_batch
 from graphrl.compiler.tracing import tracing
 from graphrl.compiler.undo import Undo
 from graphrl.errors import KeyMissingError, SpecError, TraceError, did_you_mean
@@ -28,7 +31,11 @@ __all__ = ["JointProgram", "as_example", "common_leading", "missing_key", "refus
 
 
 def trace(
-    graph: TensorDictModuleBase, example: TensorDictBase | dict[Key, Tensor], *, recheck: bool = False
+    graph: TensorDictModuleBase,
+    example: TensorDictBase | dict[Key, Tensor],
+    *,
+    dynamic: bool = False,
+    recheck: bool = False,
 ) -> Program:
     """Lower ``graph`` to one program for inputs shaped like ``example``.
 
@@ -39,24 +46,26 @@ def trace(
     tests them, and the argument checks of distributions, at each call: its last output then tells whether they hold.
 
     graph: a :class:`KeyedGraph` or any ``tensordict.nn`` module. example: holds ``graph.in_keys``.
+    dynamic: leave the first batch dim open; the program then takes any size from 2.
     Raises :class:`KeyMissingError` for a missing key and :class:`TraceError` where the code cannot be lowered, such as
     Python control flow on a tensor's value.
     """
     example = as_example(example)
-    signature = _Signature(graph, example)
+    signature = _Signature(graph, example, dynamic)
     with torch.no_grad(), tracing(type(graph).__name__, recheck) as checks:
-        with Undo() as undo:
-            traced = make_fx(lambda *tensors: signature.run(*tensors, checks=checks if recheck else None))(
-                *signature.tensors
-            )
-        undo.restore()
+        signature.rehearse(checks)
+        traced = signature.record(
+            lambda *tensors: signature.run(*tensors, checks=checks if recheck else None), signature.tensors
+        )
     slots = module_slots([("", graph)])
     traced, used = lift_state(traced, slots)
     tensors = [*signature.tensors, *(slot.read() for slot in used)]
-    normal = normalize(traced, tensors)
+    normal = normalize(traced, tensors, mode=signature.mode)
     state = mark_mutated(normal.graph, len(signature.tensors), used)
-    program = Program(normal, signature.inputs, signature.outputs(normal), state, name=_name(graph))
-    return lift_random(replace(program, assumptions=tuple(checks.lines)))
+    outputs = signature.outputs(normal)
+    lines = tuple(checks.lines)
+    program = Program(normal, signature.inputs, outputs, state, name=_name(graph), assumptions=lines, dynamic=dynamic)
+    return lift_random(program)
 
 
 @dataclass(frozen=True)
@@ -74,20 +83,23 @@ class JointProgram:
 
 
 def trace_joint(
-    graph: TensorDictModuleBase, example: TensorDictBase | dict[Key, Tensor], inputs_need_grad: Sequence[bool]
+    graph: TensorDictModuleBase,
+    example: TensorDictBase | dict[Key, Tensor],
+    inputs_need_grad: Sequence[bool],
+    *,
+    dynamic: bool = False,
 ) -> JointProgram | None:
     """Trace ``graph`` with its gradients: autograd itself runs inside the trace, so detach, no_grad and custom
     functions count as they do in eager. ``None`` when no output carries gradient."""
     example = as_example(example)
-    signature = _Signature(graph, example)
+    signature = _Signature(graph, example, dynamic)
     leaves = [
         t.detach().requires_grad_() if need else t.detach()
         for t, need in zip(signature.tensors, inputs_need_grad, strict=True)
     ]
     parameters = {name: p for name, p in graph.named_parameters() if p.requires_grad}
-    with torch.enable_grad(), Undo() as undo:
+    with torch.enable_grad(), tracing(type(graph).__name__), signature.unseen():
         trial = signature.run(*leaves)
-    undo.restore()
     differentiable = tuple(i for i, t in enumerate(trial) if t.requires_grad)
     if not differentiable:
         return None
@@ -106,26 +118,25 @@ def trace_joint(
         return (*(t.detach() for t in outputs), *(g for g in grads if g is not None))
 
     with torch.enable_grad(), tracing(type(graph).__name__, recheck=True) as checks:
-        with Undo(parameters.values()) as undo:
-            traced = make_fx(joint)(*leaves, *cotangents)
-        undo.restore()
+        signature.rehearse(checks)
+        traced = signature.record(joint, [*leaves, *cotangents], parameters.values())
     traced, used = lift_state(traced, module_slots([("", graph)]))
-    normal = normalize(traced, [*leaves, *cotangents, *(slot.read() for slot in used)])
+    normal = normalize(traced, [*leaves, *cotangents, *(slot.read() for slot in used)], mode=signature.mode)
     state = mark_mutated(normal.graph, len(leaves) + len(cotangents), used)
     ports = signature.outputs(normal)
     gradients = tuple(Port.of(("gradient", str(where)), _values(normal)[len(ports) + i])
                       for i, (_, where) in enumerate(targets))  # fmt: skip
-    cotangent_ports = tuple(Port(("cotangent", str(i)), tuple(c.shape), c.dtype, c.device)
-                            for i, c in zip(differentiable, cotangents, strict=True))  # fmt: skip
-    program = Program(normal, (*signature.inputs, *cotangent_ports), (*ports, *gradients), state, name=_name(graph))
-    program = replace(program, assumptions=tuple(checks.lines))
+    cotangent_ports = tuple(Port.of(("cotangent", str(i)), c) for i, c in zip(differentiable, cotangents, strict=True))
+    inputs, outputs = (*signature.inputs, *cotangent_ports), (*ports, *gradients)
+    lines = tuple(checks.lines)
+    program = Program(normal, inputs, outputs, state, name=_name(graph), assumptions=lines, dynamic=dynamic)
     return JointProgram(lift_random(program), ports, differentiable, tuple(targets))
 
 
 class _Signature:
     """The keys of a graph bound to an example: how to call it with plain tensors."""
 
-    def __init__(self, graph: TensorDictModuleBase, example: TensorDictBase) -> None:
+    def __init__(self, graph: TensorDictModuleBase, example: TensorDictBase, dynamic: bool = False) -> None:
         refuse_opaque([("", graph)])
         self.graph = graph
         self.batch_size = example.batch_size
@@ -133,6 +144,35 @@ class _Signature:
         self.out_keys = [k for k in normalize_keys(list(graph.out_keys)) if k != DISCARD]
         self.tensors = [_leaf(example, key, graph) for key in self.in_keys]
         self.inputs = tuple(Port.of(k, t) for k, t in zip(self.in_keys, self.tensors, strict=True))
+        self.mode: FakeTensorMode | None = None
+        self._real = self.tensors, self.batch_size
+        if dynamic:
+            self.mode, self.tensors = open_batch(self.tensors)
+            self.batch_size = self.tensors[0].shape[: len(self.batch_size)]
+
+    def rehearse(self, checks: Checks) -> None:
+        """Learn how checks turn out from the example's real values: where a dim is open, tracing sees none."""
+        if self.mode is None:
+            return
+        (tensors, batch_size), opened = self._real, self.batch_size
+        with Undo() as undo:
+            self.batch_size = batch_size
+            self.run(*tensors)
+        self.batch_size = opened
+        undo.restore()
+        checks.replay()
+
+    @contextlib.contextmanager
+    def unseen(self, grads_of: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Where code may run and leave no trace: what it changes is put back."""
+        with Undo(grads_of) as undo, on_fakes(self.mode):
+            yield
+        undo.restore()
+
+    def record(self, run: Any, tensors: Sequence[Tensor], grads_of: Iterable[Tensor] = ()) -> fx.GraphModule:
+        """The operations of ``run``."""
+        with self.unseen(grads_of):
+            return make_fx(run)(*tensors)
 
     def run(self, *tensors: Tensor, checks: Checks | None = None) -> tuple[Tensor, ...]:
         """The outputs and, given ``checks``, the flag that tells whether those made on the way hold."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -45,7 +46,7 @@ class Undo(TorchDispatchMode):
     def __init__(self, grads_of: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
-        self._grads = [(t, t.grad) for t in grads_of]
+        self._grads = [(t, t.grad) for t in grads_of if t.is_leaf]  # functional parameters may be results
         self._memory = [(t, t.detach()) for t, _ in self._grads]
 
     def __enter__(self) -> Undo:
@@ -77,6 +78,8 @@ class Undo(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _remember(self, tensor: Tensor) -> None:
+        if tensor.is_meta or isinstance(tensor, FakeTensor):  # nothing is there to put back
+            return
         storage = tensor.untyped_storage()
         if storage._cdata not in self._before:
             with _disable_current_modes():  # a tracer below must not record this

@@ -12,10 +12,10 @@ from graphrl.compiler.backends.base import Lowered
 from graphrl.compiler.program import Program
 from graphrl.errors import ParityError
 
-__all__ = ["float64_reference", "relative_error", "verify_lowered"]
+__all__ = ["ROUNDING", "float64_reference", "relative_error", "vary", "verify_lowered"]
 
 # 64 units in the last place; more for float64, whose eager result is the reference itself and so shows no error
-_ROUNDING = {torch.float64: 1e-10, torch.float32: 7.7e-6, torch.bfloat16: 0.5, torch.float16: 6.3e-2}
+ROUNDING = {torch.float64: 1e-10, torch.float32: 7.7e-6, torch.bfloat16: 0.5, torch.float16: 6.3e-2}
 
 
 def verify_lowered(program: Program, lowered: Lowered, backend: str, arguments: Sequence[Tensor]) -> float:
@@ -27,13 +27,13 @@ def verify_lowered(program: Program, lowered: Lowered, backend: str, arguments: 
     """
     generator = torch.Generator().manual_seed(0)
     n_in = len(program.inputs)
-    fresh = [_vary(t, generator) if i < n_in else t.detach().clone() for i, t in enumerate(arguments)]
+    fresh = [vary(t, generator) if i < n_in else t.detach().clone() for i, t in enumerate(arguments)]
     reference = _run_reference(program, fresh)
     eager = _results(program, program.graph_module, [t.clone() for t in fresh])
     found = _results(program, lambda *values: lowered(list(values)), [t.clone() for t in fresh])
     worst = 0.0
     for name, ref, own, got in zip(_result_names(program), reference, eager, found, strict=True):
-        allowed = 8 * relative_error(own, ref) + _ROUNDING.get(own.dtype, 0.0)
+        allowed = 8 * relative_error(own, ref) + ROUNDING.get(own.dtype, 0.0)
         error = relative_error(got, ref)
         worst = max(worst, error)
         if got.shape != own.shape or got.dtype != own.dtype or not error <= allowed:
@@ -75,7 +75,7 @@ def relative_error(found: Tensor, reference: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(1.0 if found.numel() == 1 else 1e-3))
 
 
-def _vary(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def vary(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """A tensor like ``tensor`` but not equal to it, inside its range; integers and flags are kept."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return tensor.detach().clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -82,7 +83,11 @@ class KeyedGraph(TensorDictModuleBase):
         scratch = tensordict.copy() if self._hidden else tensordict
         for name, node in self.nodes.items():
             try:
-                node(scratch)
+                result = node(scratch)
+                if result is not scratch:  # a module with inplace=False returns what it wrote in a batch of its own
+                    scratch.update(
+                        result.select(*[k for k in normalize_keys(node.out_keys) if k != DISCARD], strict=False)
+                    )
             except GraphRLError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
@@ -103,11 +108,32 @@ class KeyedGraph(TensorDictModuleBase):
         nodes: list[Any] = list(self.nodes.values())
         last = max((i for i, node in enumerate(nodes) if _has_distribution(node)), default=None)
         if last is None:
-            raise GraphError(f"no node of this graph has a distribution; its nodes are {_names(self)}")
+            names = ", ".join(f"{name} ({_describe(node)})" for name, node in self.nodes.items())
+            raise GraphError(f"no node of this graph has a distribution; its nodes are {names}")
         scratch = tensordict.copy()
         for node in nodes[:last]:
             node(scratch)
         return nodes[last].get_dist(scratch)
+
+    # ---- saving: a module at two nodes has one entry per tensor, under the first of its names
+
+    def state_dict(self, *args: Any, prefix: str = "", **options: Any) -> Any:
+        """Parameters and buffers by name; those of a module used at several nodes once, under its first name."""
+        state = super().state_dict(*args, prefix=prefix, **options)
+        for first, *others in _twins(self):
+            for name in others:
+                for key in [key for key in state if key.startswith(f"{prefix}{name}.")]:
+                    if f"{prefix}{first}{key.removeprefix(prefix + name)}" in state:
+                        del state[key]
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for names in [*_twins(self), *self.__dict__.get("_origin_twins", [])]:
+            known = next((n for n in names if any(key.startswith(f"{prefix}{n}.") for key in state_dict)), None)
+            for key in [key for key in state_dict if key.startswith(f"{prefix}{known}.")]:
+                for name in names:
+                    state_dict.setdefault(f"{prefix}{name}{key.removeprefix(f'{prefix}{known}')}", state_dict[key])
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # ---- looking
 
@@ -239,6 +265,11 @@ class _Dataflow:
         for node in nodes:
             reads = []
             for key in normalize_keys(node.in_keys):
+                path = key if isinstance(key, tuple) else (key,)
+                filled = [k for k in current if isinstance(k, tuple) and k != key and k[: len(path)] == path]
+                if filled and key not in current:  # a nested batch that earlier nodes wrote, entry by entry
+                    reads += [KeyVersion(k, current[k]) for k in filled]
+                    continue
                 if key not in current:
                     current[key] = 0
                     self.read.append(key)
@@ -348,7 +379,16 @@ def _graph_of(nodes: dict[str, nn.Module], origin: nn.Module) -> KeyedGraph:
     name = next(name for name, child in origin.named_children() if child is _place(origin))
     graph._modules[name] = graph.__dict__["nodes"] = nn.ModuleDict(nodes)
     graph._modules[name].training = graph.training = origin.training
+    graph.__dict__["_origin_twins"] = _twins(origin)  # a name that was cut away may be the one in a checkpoint
     return graph
+
+
+def _twins(module: nn.Module) -> list[list[str]]:
+    """The names of each module that stands at several places, in the order they are met."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        names.setdefault(child, []).append(name)
+    return [found for found in names.values() if len(found) > 1]
 
 
 Versions = list[tuple[list[KeyVersion], list[KeyVersion]]]
@@ -417,10 +457,6 @@ def _describe(node: nn.Module) -> str:
     return type(node).__name__
 
 
-def _names(graph: KeyedGraph) -> str:
-    return ", ".join(f"{name} ({_describe(node)})" for name, node in graph.nodes.items())
-
-
 def _shapes(tensordict: TensorDictBase, keys: Iterable[Key]) -> str:
     def show(key: Key) -> str:
         value = tensordict.get(key, None)
@@ -457,8 +493,6 @@ def node_error(
     if isinstance(inner, nn.Linear):
         takes = f"; the layer takes [..., {inner.in_features}] {str(inner.weight.dtype).removeprefix('torch.')}"
     elif isinstance(error, TypeError) and callable(inner):
-        try:
+        with contextlib.suppress(TypeError, ValueError):
             takes = f"; its signature is {inspect.signature(inner)}"
-        except (TypeError, ValueError):
-            takes = ""
     return GraphError(f"{where} failed on {reads}{takes}: {first_line}")

@@ -33,6 +33,7 @@ class Aot:
     """Compiles a program ahead of time and runs it without Python in between, on the CPU."""
 
     name = "aot"
+    dynamic = False
 
     def supports(self, program: Program) -> Refusal | None:
         ports: list[Any] = [*program.inputs, *program.outputs, *program.state, *program.noise]

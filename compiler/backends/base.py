@@ -37,6 +37,8 @@ class Backend(Protocol):
     """One way to run a program."""
 
     name: str
+    dynamic: bool
+    """Whether it takes programs for any batch size; if not, each batch size gets its own."""
 
     def supports(self, program: Program) -> Refusal | None:
         """``None`` when this backend can lower ``program``; otherwise the reason it cannot."""

@@ -12,6 +12,7 @@ class Eager:
     """Runs the program's own Python, with torch's eager kernels."""
 
     name = "eager"
+    dynamic = True
 
     def supports(self, program: Program) -> Refusal | None:
         return None

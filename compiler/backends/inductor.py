@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphrl.compiler.backends.base import Lowered, Refusal
 from graphrl.compiler.backends.cuda_graph import captured
 from graphrl.compiler.backends.inductor_artifacts import kept_on_disk
-from graphrl.compiler.backends.threads import on_fastest
+from graphrl.compiler.backends.threads import by_rows, on_fastest
 from graphrl.compiler.lowering import fake_like
 from graphrl.compiler.program import Port, Program, StateSlot
 from graphrl.errors import CompileError
@@ -35,6 +35,7 @@ class Inductor:
     """Compiles a program to machine code with TorchInductor (C++ on CPU, Triton on GPU)."""
 
     name = "inductor"
+    dynamic = True
 
     def supports(self, program: Program) -> Refusal | None:
         ports: list[Port | StateSlot] = [*program.inputs, *program.state]
@@ -48,7 +49,7 @@ class Inductor:
             with quietly():
                 return _compile_directly(program, example_arguments(program))
         except (ImportError, AttributeError):  # a torch whose private entries moved
-            compiled = torch.compile(program.graph_module, dynamic=False, fullgraph=True)
+            compiled = torch.compile(program.graph_module, dynamic=program.dynamic, fullgraph=True)
             return lambda values: compiled(*values)
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -66,7 +67,7 @@ def as_inductor_sees_it(program: Program, arguments: Sequence[Tensor], mode: Fak
 
     # a copy_ epilogue must survive the second trace, so the module is traced as it is: it is already functional
     table = {**select_decomp_table(), **_vector_products()}
-    fakes = fake_like(arguments, mode)
+    fakes = fake_like(arguments, mode)  # those that are fake already stay
     with mode, torch.no_grad():
         return _returning_tuple(make_fx(program.graph_module, decomposition_table=table, tracing_mode="real")(*fakes))
 
@@ -76,10 +77,13 @@ def _compile_directly(program: Program, arguments: list[Tensor]) -> Lowered:
 
     def compiled_for(threads: int) -> Lowered:
         settings: dict[str, Any] = {"size_asserts": False, "fallback_random": True, "cpp.threads": threads}
+        settings["cpp.dynamic_threads"] = program.dynamic  # the number is then chosen at each call
         with config.patch(settings):
             return kept_on_disk(program, settings, lambda: _compile_afresh(program, arguments))
 
     if all(t.device.type == "cpu" for t in arguments):
+        if program.dynamic:
+            return by_rows(program, compiled_for(-1))
         return on_fastest(program, arguments, compiled_for)
     return captured(program, compiled_for(torch.get_num_threads()))
 
@@ -87,10 +91,16 @@ def _compile_directly(program: Program, arguments: list[Tensor]) -> Lowered:
 def _compile_afresh(program: Program, arguments: list[Tensor]) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
 
-    mode = FakeTensorMode()
-    module = as_inductor_sees_it(program, arguments, mode)
+    if program.dynamic:  # the fake tensors it was traced on know the batch size's symbol
+        fakes = [node.meta["val"] for node in program.placeholders()]
+        mode = fakes[0].fake_mode
+        fakes[: len(program.inputs)] = [t.contiguous() for t in fakes[: len(program.inputs)]]  # as they will come
+    else:
+        mode = FakeTensorMode()
+        fakes = fake_like(arguments, mode)
+    module = as_inductor_sees_it(program, fakes, mode)
     with torch._guards.tracing(torch._guards.TracingContext(mode)):
-        return compile_fx_inner(copy.deepcopy(module), fake_like(arguments, mode))
+        return compile_fx_inner(copy.deepcopy(module), fakes)
 
 
 def _vector_products() -> dict[Any, Any]:

@@ -41,9 +41,12 @@ class Native:
     """Generated C with every state tensor by pointer: float32 on the CPU, shapes fixed when traced."""
 
     name = "native"
+    dynamic = False
 
     def supports(self, program: Program) -> Refusal | None:
         """``None``, or why this program cannot run in generated C."""
+        if program.dynamic:
+            return Refusal("generated C has fixed shapes")
         ports: list[Any] = [*program.inputs, *program.outputs, *program.state, *program.noise]
         for port in ports:
             if port.device.type != "cpu":

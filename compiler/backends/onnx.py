@@ -45,9 +45,12 @@ class Onnx:
     """The program in ONNX Runtime. Weights are bound by address, not copied, so they stay live."""
 
     name = "onnx"
+    dynamic = False
 
     def supports(self, program: Program) -> Refusal | None:
         """``None``, or why this program cannot run in ONNX Runtime."""
+        if program.dynamic:
+            return Refusal("memory is bound to ONNX Runtime with fixed shapes")
         try:
             require_extra("onnx", "onnx")
             require_extra("onnxruntime", "onnx")

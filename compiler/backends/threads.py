@@ -17,9 +17,10 @@ from torch import Tensor
 from graphrl.compiler.backends.base import Lowered
 from graphrl.compiler.cost import estimate_cost
 from graphrl.compiler.program import Program
+from graphrl.compiler.shapes import sizes
 from graphrl.errors import CompileError
 
-__all__ = ["ALL_THREADS_FLOPS", "ONE_THREAD_FLOPS", "estimated_threads", "on_fastest", "on_threads"]
+__all__ = ["ALL_THREADS_FLOPS", "ONE_THREAD_FLOPS", "by_rows", "estimated_threads", "on_fastest", "on_threads"]
 
 ONE_THREAD_FLOPS = 5e6
 """Below this many floating-point operations one thread wins, whatever the machine."""
@@ -82,6 +83,17 @@ def on_threads(run: Lowered, threads: int) -> Lowered:
             torch.set_num_threads(before)
 
     return alone
+
+
+def by_rows(program: Program, run: Lowered) -> Lowered:
+    """A program for any batch size: one thread for few rows, torch's setting for more, chosen at each call."""
+    places = program.placeholders()
+    place = next(i for i, n in enumerate(places) if n.meta["val"].dim() and type(n.meta["val"].shape[0]) is not int)
+    rows = sizes(places[place].meta["val"])[0]
+    below = int(BORDER_FLOPS * rows / max(1, estimate_cost(program).flops))
+    program.graph_module.meta["how"] = f"1 thread below {below} rows, torch's setting above"
+    alone = on_threads(run, 1)
+    return lambda values: alone(values) if values[place].shape[0] < below else run(values)
 
 
 def _measure(runs: Mapping[int, Lowered], arguments: list[Tensor]) -> dict[int, float]:

@@ -39,6 +39,7 @@ class Triton:
     """Runs programs that are nothing but MLPs, each of two layers at least, in one launch each."""
 
     name = "triton"
+    dynamic = False
 
     def supports(self, program: Program) -> Refusal | None:
         if (refusal := _unavailable(program)) is not None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from graphrl.compiler.program import Noise, Program
+from graphrl.compiler.shapes import rows_per_batch, sizes
+from graphrl.errors import TraceError
 
 __all__ = ["lift_random"]
 
@@ -38,13 +40,23 @@ def lift_random(program: Program) -> Program:
         with graph.inserting_after(anchor) if anchor else graph.inserting_before(next(iter(graph.nodes))):
             anchor = graph.placeholder(f"noise_{len(noise)}")
         anchor.meta["val"] = value.contiguous()
-        noise.append(Noise(tuple(value.shape), value.dtype, value.device, drawn.kind, drawn.options, strides))
+        rows = _rows(program, places, value) if program.dynamic else None
+        noise.append(Noise(sizes(value), value.dtype, value.device, drawn.kind, drawn.options, strides, rows))
         with graph.inserting_before(node):
             node.replace_all_uses_with(drawn.finish(graph, anchor, node))
         graph.erase_node(node)
     if len(noise) == len(program.noise):
         return program
     return program.with_graph(graph, noise=tuple(noise))
+
+
+def _rows(program: Program, places: list[fx.Node], value: Tensor) -> tuple[int, ...]:
+    """How often the batch size goes into each dim of a draw."""
+    batch = places[0].meta["val"].shape[0]
+    rows = [rows_per_batch(n, batch) for n in value.shape]
+    if None in rows or not value.is_contiguous():
+        raise TraceError(f"a random draw of shape {list(value.shape)} does not follow from the batch size s")
+    return tuple(n for n in rows if n is not None)
 
 
 class _Draw(NamedTuple):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from graphrl.compiler.program import Program
+from graphrl.compiler.shapes import same_sizes
 
 __all__ = ["remove_noops"]
 
@@ -43,14 +44,14 @@ def _is_noop(node: fx.Node) -> bool:
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
         return False
     if node.target in _IF_SAME_SHAPE:
-        return before.shape == after.shape
+        return same_sizes(before.shape, after.shape)
     if node.target in _IF_SAME_TENSOR:
         order = node.args[1] if node.target is aten.permute.default else None
         return (
-            before.shape == after.shape
+            same_sizes(before.shape, after.shape)
             and before.dtype == after.dtype
             and before.device == after.device
-            and before.stride() == after.stride()
+            and same_sizes(before.stride(), after.stride())
             and (order is None or list(order) == sorted(order))
             and (node.target is not aten._to_copy.default or not _may_be_written(node.args[0]))
         )

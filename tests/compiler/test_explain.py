@@ -23,7 +23,7 @@ def test_a_compiled_graph():
     assert "KeyedGraph: 2 program(s), 1 retrace(s)" in text and "flowchart LR" in text
     assert "program 0 on eager" in text and "4 operations, " in text and "error " in text and "against float64" in text
     assert "merge_common_subexpressions" in text and "5 -> 4" in text
-    assert "retrace: first call with x: f32[5, 3]" in text
+    assert "retrace: batch size 4 -> 5: call with x: f32[5, 3]; one program for any batch size from 2" in text
 
 
 def test_a_program_and_an_update():

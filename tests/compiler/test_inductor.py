@@ -88,3 +88,17 @@ def test_what_inductor_fails_on_is_a_compile_error(monkeypatch):
     monkeypatch.setattr(inductor, "_compile_directly", fail)
     with pytest.raises(CompileError, match="inductor could not compile program: no compiler$"):
         inductor.BACKEND.lower(grl.trace(policy(), rows()))
+
+
+def test_any_batch_size_without_torch_s_private_entries(monkeypatch):
+    def missing(*args):
+        raise ImportError("moved")
+
+    monkeypatch.setattr(inductor, "_compile_directly", missing)
+    graph = grl.KeyedGraph((nn.Linear(3, 2), ["x"], ["y"]), (lambda y: y - y.mean(0), ["y"], ["y"]))
+    fast = grl.compile(graph, {"x": torch.randn(4, 3)}, dynamic=True)
+    with torch.no_grad():
+        for n in (4, 7, 30):
+            x = torch.randn(n, 3)
+            torch.testing.assert_close(fast.call(x)[0], graph(x))
+    assert len(fast.entries()) == 1 and fast.entries()[0].backend == "inductor"
