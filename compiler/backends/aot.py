@@ -72,7 +72,9 @@ def _cached_package(program: Program, threads: int) -> Path:
     arguments = example_arguments(program)
     module = as_inductor_sees_it(program, arguments, FakeTensorMode())
     layouts = [(tuple(t.shape), t.stride(), t.dtype) for t in arguments]
-    text = "\0".join((module.code, str(layouts), torch.__version__, str(threads), cpu_name()))
+    names = sorted({str(n.target) for n in module.graph.nodes if n.op == "get_attr"})
+    held = [getattr(module, name).tolist() for name in names]  # literals that a decomposition made, as single numbers
+    text = "\0".join((module.code, str((layouts, names, held)), torch.__version__, str(threads), cpu_name()))
     target = cache_dir("aot") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.pt2"
     if not target.exists():
         try:
