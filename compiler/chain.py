@@ -15,7 +15,7 @@ from graphrl.compiler.trace import common_leading
 from graphrl.compiler.undo import Undo
 from graphrl.graph import KeyedGraph
 from graphrl.keys import DISCARD, Key, normalize_keys
-from graphrl.opaque import is_opaque
+from graphrl.opaque_nodes import is_opaque
 
 __all__ = ["CompiledChain"]
 

@@ -30,7 +30,7 @@ from graphrl.compiler.verify import verify_lowered
 from graphrl.errors import CompileError, GraphError, KeyMissingError, ParityError, SpecError, did_you_mean
 from graphrl.graph import KeyedGraph
 from graphrl.keys import DISCARD, Key, normalize_keys
-from graphrl.opaque import is_opaque
+from graphrl.opaque_nodes import is_opaque
 from graphrl.progress import step_line
 
 __all__ = ["CompiledGraph", "Entry", "compile"]

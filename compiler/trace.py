@@ -25,7 +25,7 @@ from graphrl.compiler.undo import Undo
 from graphrl.errors import KeyMissingError, SpecError, TraceError, did_you_mean
 from graphrl.graph import KeyedGraph
 from graphrl.keys import DISCARD, Key, normalize_keys
-from graphrl.opaque import is_opaque
+from graphrl.opaque_nodes import is_opaque
 
 __all__ = ["JointProgram", "as_example", "common_leading", "missing_key", "refuse_opaque", "trace", "trace_joint"]
 
@@ -98,8 +98,10 @@ def trace_joint(
         for t, need in zip(signature.tensors, inputs_need_grad, strict=True)
     ]
     parameters = {name: p for name, p in graph.named_parameters() if p.requires_grad}
-    with torch.enable_grad(), tracing(type(graph).__name__), signature.unseen():
-        trial = signature.run(*leaves)
+    with torch.enable_grad(), tracing(type(graph).__name__, recheck=True) as checks:
+        signature.rehearse(checks)
+        with signature.unseen():
+            trial = signature.run(*leaves)
     differentiable = tuple(i for i, t in enumerate(trial) if t.requires_grad)
     if not differentiable:
         return None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from graphrl.compiler.trace import trace
     from graphrl.compiler.update import CompiledUpdate, compile_update
     from graphrl.graph import KeyedGraph
-    from graphrl.opaque import opaque
+    from graphrl.opaque_nodes import opaque
 
 __all__ = [
     "CompiledGraph",
@@ -48,7 +48,7 @@ _HOMES = {
     "compile_update": "graphrl.compiler.update",
     "explain": "graphrl.compiler.explain",
     "export": "graphrl.compiler.bundle",
-    "opaque": "graphrl.opaque",
+    "opaque": "graphrl.opaque_nodes",
     "trace": "graphrl.compiler.trace",
 }
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from graphrl.errors import GraphError, GraphRLError, KeyMissingError, did_you_mean
 from graphrl.keys import DISCARD, Key, encode_key, normalize_key, normalize_keys
-from graphrl.opaque import is_opaque
+from graphrl.opaque_nodes import is_opaque
 
 __all__ = ["KeyVersion", "KeyedGraph", "node_error"]
 

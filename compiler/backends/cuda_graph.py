@@ -83,7 +83,7 @@ class CudaGraph:
                     self._run(list(trial))
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on
                 self._results = [t.detach() for t in self._run(list(self._fixed))]
         self._graph, self._addresses = graph, addresses
         self._notes["how"] = "one CUDA graph"

@@ -146,6 +146,17 @@ def test_a_package_is_loaded_by_torch_alone_and_compiled_once(tmp_path, fresh_ca
     verify_lowered(live, lowered, "aot", live.arguments([td["x"]]))
 
 
+def test_programs_that_differ_in_a_number_alone_are_kept_apart(monkeypatch):
+    written = []
+    monkeypatch.setattr(aot, "_compile", lambda module, arguments, threads, path: path.write_bytes(b""))
+    for number in (1.0, 2.0, 1.0):
+        graph = KeyedGraph((lambda x, n=number: x * n + torch.tensor([n, 1.0]), ["x"], ["y"]))
+        program = run_passes(trace(graph, TensorDict(x=torch.zeros(3, 2), batch_size=[3])))
+        written.append(aot._cached_package(program, threads=1))
+    written.append(aot._cached_package(program, threads=2))
+    assert written[0] == written[2] and len(set(written)) == 3
+
+
 def test_refusals_and_errors_say_what_to_do(tmp_path, monkeypatch):
     graph = KeyedGraph((nn.Linear(3, 2), ["x"], ["y"]))
     empty = trace(graph, TensorDict(x=torch.zeros(0, 3), batch_size=[0]))
