@@ -10,6 +10,7 @@ from dataclasses import replace
 from graphrl.compiler.passes.eliminate_dead_code import drop_unread_draws, eliminate_dead_code
 from graphrl.compiler.passes.fold_constants import fold_constants, freeze_state
 from graphrl.compiler.passes.fold_normalizer import fold_normalizer
+from graphrl.compiler.passes.fuse_parallel_networks import fuse_parallel_networks
 from graphrl.compiler.passes.merge_common_subexpressions import merge_common_subexpressions
 from graphrl.compiler.passes.remove_noops import remove_noops
 from graphrl.compiler.program import PassRecord, Program
@@ -22,7 +23,8 @@ LIVE: tuple[Pass, ...] = (
     remove_noops,  # first: an alias between two equal expressions would hide that they are equal
     merge_common_subexpressions,  # before folding, so that each constant is computed once
     fold_constants,  # literals only: weights must stay live
-    eliminate_dead_code,  # last: it removes what the others made unread
+    eliminate_dead_code,  # it removes what the others made unread
+    fuse_parallel_networks,  # last: chains must have their shortest form, and no dead lane, to be equal
 )
 """For programs whose weights go on changing."""
 
