@@ -18,6 +18,7 @@ from graphrl.compiler.backends import get_backend
 from graphrl.compiler.differentiate import lower_differentiable
 from graphrl.compiler.guards import Bound, Modes, StateChanged
 from graphrl.compiler.lower import lower_with_fallback
+from graphrl.compiler.passes.lower_precision import check_precision
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.trace import as_example, common_leading, missing_key, trace
@@ -41,6 +42,7 @@ def compile(
     backend: str = "inductor",
     strict: bool = False,
     verify: bool = True,
+    precision: str | None = None,
 ) -> CompiledGraph:
     """Compile a keyed graph; the result is called like the graph itself.
 
@@ -50,6 +52,7 @@ def compile(
     backend: ``inductor``, ``native`` (generated C, CPU), ``onnx`` or ``eager``. Where it refuses a program the next
     best runs it and ``grl.explain`` tells why; ``strict=True`` makes a refusal a :class:`CompileError`.
     verify: check each new program against float64 eager before its first use; a difference is a ``ParityError``.
+    precision: ``"bf16"`` multiplies matrices in bfloat16; weights, sums, losses and gradients stay float32.
 
     Weights are read at every call: in-place loads, ``load_state_dict``, optimiser steps take effect at once. Python
     values that a module reads (``dropout.p``, an attribute of yours) are read once, when it is compiled. With gradients
@@ -58,7 +61,7 @@ def compile(
     if not isinstance(graph, TensorDictModuleBase):
         graph = KeyedGraph(graph)
     get_backend(backend)
-    compiled = CompiledGraph(graph, backend=backend, strict=strict, verify=verify)
+    compiled = CompiledGraph(graph, backend=backend, strict=strict, verify=verify, precision=precision)
     if example is not None:
         compiled.warm_up(as_example(example))
     return compiled
@@ -86,7 +89,9 @@ class CompiledGraph(TensorDictModuleBase):
     key for a batch that does not fit.
     """
 
-    def __init__(self, graph: TensorDictModuleBase, *, backend: str, strict: bool, verify: bool) -> None:
+    def __init__(
+        self, graph: TensorDictModuleBase, *, backend: str, strict: bool, verify: bool, precision: str | None
+    ) -> None:
         super().__init__()
         self.__dict__["graph"] = graph  # not a sub-module: a prefix in every state-dict name would follow
         self._modules, self._parameters, self._buffers = graph._modules, graph._parameters, graph._buffers
@@ -94,6 +99,7 @@ class CompiledGraph(TensorDictModuleBase):
         self.in_keys = normalize_keys(list(graph.in_keys))
         self.out_keys = [k for k in normalize_keys(list(graph.out_keys)) if k != DISCARD]
         self.backend, self.strict, self.verify = backend, strict, verify
+        self.precision = check_precision(precision)
         self.training = graph.training
         self._returns_new = getattr(graph, "returns_new", False)
         self._reset()
@@ -296,14 +302,14 @@ class CompiledGraph(TensorDictModuleBase):
         start = time.perf_counter()
         with step_line(f"compile {type(self.graph).__name__} with {self.backend}"):
             if grad:
-                pair = lower_differentiable(self.graph, example, needs, self.backend, self.strict, self.verify)
+                pair = lower_differentiable(self.graph, example, needs, **self._options())
                 if pair is not None:
                     seconds = time.perf_counter() - start
                     return Entry(
                         pair.forward, pair.backend, pair.refusals, seconds, reason, pair.parity, pair.run, True
                     )
             with torch.no_grad():
-                program = run_passes(trace(self.graph, example))
+                program = run_passes(trace(self.graph, example), precision=self.precision)
                 lowered, name, refusals = lower_with_fallback(program, self.backend, self.strict)
                 tensors = [example.get(k).contiguous() for k in self.in_keys]
                 parity = verify_lowered(program, lowered, name, program.arguments(tensors)) if self.verify else None
@@ -349,17 +355,19 @@ class CompiledGraph(TensorDictModuleBase):
         """The eager graph's distribution: see :meth:`KeyedGraph.get_dist`."""
         return self.graph.get_dist(tensordict)
 
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("backend", "strict", "verify", "precision")}
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"graph": self.graph, "backend": self.backend, "strict": self.strict, "verify": self.verify}
+        return {"graph": self.graph, **self._options()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["graph"], **{k: state[k] for k in ("backend", "strict", "verify")})  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledGraph:
         import copy
 
-        graph = copy.deepcopy(self.graph, memo)
-        return CompiledGraph(graph, backend=self.backend, strict=self.strict, verify=self.verify)
+        return CompiledGraph(copy.deepcopy(self.graph, memo), **self._options())
 
     def __repr__(self) -> str:
         return f"CompiledGraph({type(self.graph).__name__}, backend={self.backend!r}, programs={len(self._entries)})"

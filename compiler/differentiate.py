@@ -44,13 +44,14 @@ def lower_differentiable(
     backend: str,
     strict: bool,
     verify: bool,
+    precision: str | None = None,
 ) -> Differentiable | None:
     """Trace, cut and lower ``graph`` with its gradients; ``None`` when nothing it computes carries gradient."""
 
     joint = trace_joint(graph, example, inputs_need_grad)
     if joint is None:
         return None
-    whole = replace(joint, program=run_passes(joint.program))
+    whole = replace(joint, program=run_passes(joint.program, precision=precision))
     forward, backward, saved_from = split(whole)
     run_forward, name, refusals = lower_with_fallback(forward, backend, strict)
     run_backward, back_name, more = lower_with_fallback(backward, backend, strict)

@@ -18,12 +18,13 @@ from graphrl.compiler.lowering import lift_state, mark_mutated, module_slots, no
 from graphrl.compiler.optimizers import TracedOptimizers, record_optimizers
 from graphrl.compiler.passes.guard_nonfinite import FINITE, guard_nonfinite
 from graphrl.compiler.passes.lift_random import lift_random
+from graphrl.compiler.passes.lower_precision import check_precision
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.reachable import find_reachable
 from graphrl.compiler.trace import tracing
 from graphrl.compiler.undo import Undo, kept_random_state
-from graphrl.compiler.verify import verify_lowered
+from graphrl.compiler.verify import product_rounding, verify_lowered
 from graphrl.errors import KeyMissingError, NonFiniteError, ParityError, SpecError, TraceError
 from graphrl.keys import Key, encode_key, normalize_key
 from graphrl.progress import step_line
@@ -40,12 +41,14 @@ def compile_update(
     backend: str = "inductor",
     strict: bool = False,
     verify: bool = True,
+    precision: str | None = None,
 ) -> CompiledUpdate:
     """Turn an eager training step into one compiled program.
 
     step: ``step(batch) -> metrics``. Any eager code: losses, ``backward()``, ``clip_grad_norm_``, ``torch.optim``
     steps, soft target updates. ``metrics`` is a dictionary or TensorDict of tensors, or ``None``.
     example: a batch to compile for now; without it the first call compiles.
+    precision: ``"bf16"`` multiplies matrices in bfloat16; weights, losses and the optimiser stay float32.
 
         update = grl.compile_update(step)
         metrics = update(batch)            # the whole batch
@@ -59,7 +62,7 @@ def compile_update(
     A non-finite metric raises :class:`NonFiniteError` and leaves parameters and optimiser state as before the call.
     Raises :class:`TraceError` for code that branches on tensor values.
     """
-    update = CompiledUpdate(step, backend=backend, strict=strict, verify=verify)
+    update = CompiledUpdate(step, backend=backend, strict=strict, verify=verify, precision=precision)
     if example is not None:
         update.warm_up(example)
     return update
@@ -68,8 +71,11 @@ def compile_update(
 class CompiledUpdate:
     """The compiled form of an update function; see :func:`compile_update`."""
 
-    def __init__(self, step: Callable[..., Metrics], *, backend: str, strict: bool, verify: bool) -> None:
+    def __init__(
+        self, step: Callable[..., Metrics], *, backend: str, strict: bool, verify: bool, precision: str | None
+    ) -> None:
         self.step, self.backend, self.strict, self.verify = step, backend, strict, verify
+        self.precision = check_precision(precision)
         self.calls = 0
         self.retraces: list[str] = []
         self._entries: list[_UpdateEntry] = []
@@ -125,7 +131,7 @@ class _UpdateEntry:
         keys = [normalize_key(k) for k in batch.keys(True, True) if isinstance(batch.get(k), Tensor)]
         ports, tensors = _ports(batch, keys, index)
         self.optimizers, program, self._metrics = self._trace(keys, tensors, index is not None, modules, ports)
-        program = guard_nonfinite(run_passes(program))
+        program = guard_nonfinite(run_passes(program, precision=owner.precision))
         program = _drop_unread_inputs(program)
         lowered, name, refusals = lower_with_fallback(program, owner.backend, owner.strict)
         self.program, self._lowered = program, lowered
@@ -213,17 +219,22 @@ class _UpdateEntry:
         mutated = [i for i, slot in enumerate(self.program.state) if slot.mutated]
         names = [repr(key) for key in self._metrics.keys] + [self.program.state[i].name for i in mutated]
         found += [clones[first + i] for i in mutated]
-        wrong = [n for n, a, b in zip(names, found, expected, strict=True) if not _distance(a, b) <= 1]
+        rounding = product_rounding(self.program)
+
+        def distance(a: Tensor, b: Tensor) -> float:
+            return _distance(a, b, rounding)
+
+        wrong = [n for n, a, b in zip(names, found, expected, strict=True) if not distance(a, b) <= 1]
         if wrong:
             torch.set_rng_state(rng)
             again = self._eager(batch, index)  # a step that differs from itself depends on more than its batch
             torch.set_rng_state(rng)
-            shaken = self._eager(_shaken(batch), index)  # how far rounding alone moves the step's own results
+            shaken = self._eager(_shaken(batch, rounding), index)  # how far rounding alone moves the step's own results
             runs = zip(names, found, expected, again, shaken, strict=True)
             wrong = [
                 name
                 for name, got, want, same, moved in runs
-                if not _distance(same, want) <= 1 or not _distance(got, want) <= max(1.0, 10 * _distance(moved, want))
+                if not distance(same, want) <= 1 or not distance(got, want) <= max(1.0, 10 * distance(moved, want))
             ]
         if wrong:
             raise ParityError(
@@ -335,21 +346,21 @@ class _MetricShape:
         return values if self.kind is dict else TensorDict(values, batch_size=[])
 
 
-def _shaken(batch: TensorDictBase) -> TensorDictBase:
-    """The batch with its floating-point entries moved by a rounding error."""
+def _shaken(batch: TensorDictBase, rounding: float) -> TensorDictBase:
+    """The batch with its floating-point entries moved by a rounding error, or by ``rounding`` if that is larger."""
     generator = torch.Generator().manual_seed(0)
 
     def shake(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
-        return tensor * (1 + torch.finfo(tensor.dtype).eps * noise)
+        return tensor * (1 + max(torch.finfo(tensor.dtype).eps, rounding) * noise)
 
     return batch.apply(shake)
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    """Distance in the Euclidean norm, as a multiple of what rounding allows.
+def _distance(found: Tensor, expected: Tensor, rounding: float = 0.0) -> float:
+    """Distance in the Euclidean norm, as a multiple of what rounding allows; ``rounding``: of the products alone.
 
     A first optimiser step amplifies rounding in single entries, and a KL of 1e-9 is all rounding: hence a norm over the
     whole tensor, and an absolute floor.
@@ -358,6 +369,7 @@ def _distance(found: Tensor, expected: Tensor) -> float:
         return 0.0
     a, b = found.double(), expected.double()
     relative, absolute = (1e-6, 1e-12) if expected.dtype == torch.float64 else (2e-2, 1e-5)
+    relative += rounding
     return float((a - b).norm() / (relative * b.norm() + absolute * a.numel() ** 0.5))
 
 

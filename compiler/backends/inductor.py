@@ -29,6 +29,9 @@ __all__ = ["BACKEND", "Inductor", "chosen_threads"]
 ONE_THREAD_FLOPS = 30e6
 """Below this many floating-point operations one thread wins: a PPO minibatch of 64 took 0.24 ms on one, 0.50 on two."""
 
+FUSION_ATTEMPTS = 4
+"""Neighbours each kernel is compared with for fusion, in place of 64: half of the compile time of a large update went
+into comparisons, and its speed is the same."""
 
 _VECTOR_ELEMENTS = 1 << 16
 
@@ -76,6 +79,9 @@ def _compile_directly(program: Program, arguments: list[Tensor]) -> Lowered:
         module = make_fx(program.graph_module, decomposition_table=table, tracing_mode="real")(*fakes)
     module = _returning_tuple(module)
     settings: dict[str, Any] = {"size_asserts": False, "fallback_random": True, "cpp.threads": chosen_threads(program)}
+    if hasattr(config, "max_fusion_buffer_group_pairwise_attempts"):
+        # kernels that share a buffer are compared pair by pair; an update's all share the finite flag and the rate
+        settings["max_fusion_buffer_group_pairwise_attempts"] = FUSION_ATTEMPTS
     with config.patch(settings), torch._guards.tracing(torch._guards.TracingContext(mode)):
         compiled = compile_fx_inner(copy.deepcopy(module), fakes)
     inner = getattr(compiled, "current_callable", None) or compiled  # the inner callable skips profiling checks

@@ -11,6 +11,7 @@ from graphrl.compiler.passes.eliminate_dead_code import drop_unread_draws, elimi
 from graphrl.compiler.passes.fold_constants import fold_constants, freeze_state
 from graphrl.compiler.passes.fold_normalizer import fold_normalizer
 from graphrl.compiler.passes.fuse_parallel_networks import fuse_parallel_networks
+from graphrl.compiler.passes.lower_precision import check_precision, lower_precision
 from graphrl.compiler.passes.merge_common_subexpressions import merge_common_subexpressions
 from graphrl.compiler.passes.remove_noops import remove_noops
 from graphrl.compiler.program import PassRecord, Program
@@ -39,13 +40,16 @@ DEPLOY: tuple[Pass, ...] = (
 """For a policy that leaves for a robot: weights become constants."""
 
 
-def run_passes(program: Program, *, deploy: bool = False) -> Program:
+def run_passes(program: Program, *, deploy: bool = False, precision: str | None = None) -> Program:
     """Run the pipeline; the result's ``history`` holds each pass's name, time and node counts.
+
+    precision: ``"bf16"`` adds :func:`lower_precision`, last: casts would hide patterns from the others.
 
     ``GRAPHRL_PASS_LIMIT=n`` stops after ``n`` passes, to find the one that breaks something.
     """
     limit = os.environ.get("GRAPHRL_PASS_LIMIT")
-    passes = (DEPLOY if deploy else LIVE)[: int(limit) if limit else None]
+    passes = (DEPLOY if deploy else LIVE) + ((lower_precision,) if check_precision(precision) else ())
+    passes = passes[: int(limit) if limit else None]
     for step in passes:
         before, start = program.node_count(), time.perf_counter()
         program = step(program)
