@@ -18,8 +18,11 @@ __all__ = ["fuse_parallel_networks"]
 
 aten = torch.ops.aten
 
-MIN_LANES = 2
+MIN_LANES = 3
+"""Two networks gain nothing: SAC's update ran 1.45 times as fast as eager with and without (2 x 256-256, batch 256)."""
+
 MIN_ROWS = 16
+"""Below this, copying the weights into a stack costs more than the products: a policy's step has one row."""
 
 
 def fuse_parallel_networks(program: Program) -> Program:
@@ -243,7 +246,8 @@ def _in_order(old: list[fx.Node], packs: Sequence[_Pack], home: dict[fx.Node, _P
     units: dict[Any, tuple[int, list[Any]]] = {}
     for node in old:
         if node not in home:
-            units[node] = (position[node], [home.get(n, n) for n in node.all_input_nodes])
+            place = position[node] - len(old) * (node.op == "placeholder")  # all of them first
+            units[node] = (place, [home.get(n, n) for n in node.all_input_nodes])
     for pack in packs:
         if pack.operands is None:
             needs: list[Any] = [home.get(n, n) for n in pack.lanes]

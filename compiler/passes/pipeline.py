@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from graphrl.compiler.check_program import check_program
 from graphrl.compiler.passes.eliminate_dead_code import drop_unread_draws, eliminate_dead_code
 from graphrl.compiler.passes.fold_constants import fold_constants, freeze_state
 from graphrl.compiler.passes.fold_normalizer import fold_normalizer
@@ -45,14 +46,16 @@ def run_passes(program: Program, *, deploy: bool = False, precision: str | None 
 
     precision: ``"bf16"`` adds :func:`lower_precision`, last: casts would hide patterns from the others.
 
-    ``GRAPHRL_PASS_LIMIT=n`` stops after ``n`` passes, to find the one that breaks something.
+    ``GRAPHRL_PASS_LIMIT=n`` stops after ``n`` passes, to find the one that breaks something (``graphrl bisect`` does).
+    ``GRAPHRL_CHECK_PASSES=1`` puts the result of each to :func:`check_program`.
     """
     limit = os.environ.get("GRAPHRL_PASS_LIMIT")
     passes = (DEPLOY if deploy else LIVE) + ((lower_precision,) if check_precision(precision) else ())
     passes = passes[: int(limit) if limit else None]
+    check = os.environ.get("GRAPHRL_CHECK_PASSES") == "1"
     for step in passes:
         before, start = program.node_count(), time.perf_counter()
-        program = step(program)
+        program = check_program(step(program), step.__name__) if check else step(program)
         record = PassRecord(step.__name__, time.perf_counter() - start, before, program.node_count())
         program = replace(program, history=(*program.history, record))
     return program
