@@ -47,10 +47,8 @@ def _signature_faults(program: Program) -> Any:
         yield "a placeholder stands behind an operation"
     wanted = [*program.inputs, *program.state, *program.noise]
     if len(places) != len(wanted):
-        yield (
-            f"{len(places)} placeholders for {len(program.inputs)} inputs, {len(program.state)} state tensors and "
-            + (f"{len(program.noise)} draws")
-        )
+        counts = f"{len(program.inputs)} inputs, {len(program.state)} state tensors and {len(program.noise)} draws"
+        yield f"{len(places)} placeholders for {counts}"
     outputs = nodes[-1].args[0] if nodes and nodes[-1].op == "output" else None
     if not isinstance(outputs, (tuple, list)) or len(outputs) != len(program.outputs):
         yield f"the output does not return {len(program.outputs)} values"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from graphrl.compiler.backends.base import Lowered
 from graphrl.compiler.program import Program
 from graphrl.errors import ParityError
 
-__all__ = ["float64_reference", "product_rounding", "relative_error", "verify_lowered"]
+__all__ = ["allowed_error", "float64_reference", "product_rounding", "relative_error", "verify_lowered", "widened_run"]
 
 # 64 units in the last place; more for float64, whose eager result is the reference itself and so shows no error
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 7.7e-6, torch.bfloat16: 0.5, torch.float16: 6.3e-2}
@@ -31,9 +31,9 @@ def verify_lowered(program: Program, lowered: Lowered, backend: str, arguments: 
     reference = _run_reference(program, fresh)
     eager = _results(program, program.graph_module, [t.clone() for t in fresh])
     found = _results(program, lambda *values: lowered(list(values)), [t.clone() for t in fresh])
-    worst, rounding = 0.0, product_rounding(program)
+    worst = 0.0
     for name, ref, own, got in zip(_result_names(program), reference, eager, found, strict=True):
-        allowed = 8 * relative_error(own, ref) + max(_ROUNDING.get(own.dtype, 0.0), rounding)
+        allowed = allowed_error(program, own, ref)
         error = relative_error(got, ref)
         worst = max(worst, error)
         if got.shape != own.shape or got.dtype != own.dtype or not error <= allowed:
@@ -44,6 +44,11 @@ def verify_lowered(program: Program, lowered: Lowered, backend: str, arguments: 
                 "Use backend='eager' and report this program: print(grl.trace(...))"
             )
     return worst
+
+
+def allowed_error(program: Program, own: Tensor, reference: Tensor) -> float:
+    """How far a result may be from ``reference``: 8 times as far as eager's ``own``, and a fixed rounding allowance."""
+    return 8 * relative_error(own, reference) + max(_ROUNDING.get(own.dtype, 0.0), product_rounding(program))
 
 
 def float64_reference(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -118,7 +123,12 @@ def _result_names(program: Program) -> list[str]:
 
 def _run_reference(program: Program, arguments: Sequence[Tensor]) -> list[Tensor]:
     wide = [t.detach().to(torch.float64 if t.is_floating_point() else t.dtype, copy=True) for t in arguments]
-    return _results(program, _Float64(program.graph_module).run, wide)
+    return _results(program, widened_run(program), wide)
+
+
+def widened_run(program: Program) -> Callable[..., Any]:
+    """``program`` as a function of float64 tensors that computes in float64 throughout."""
+    return _Float64(program.graph_module).run
 
 
 class _Float64(fx.Interpreter):

@@ -17,7 +17,7 @@ from graphrl.compiler.passes.merge_common_subexpressions import merge_common_sub
 from graphrl.compiler.passes.remove_noops import remove_noops
 from graphrl.compiler.program import PassRecord, Program
 
-__all__ = ["DEPLOY", "LIVE", "run_passes"]
+__all__ = ["DEPLOY", "LIVE", "passes", "run_passes"]
 
 Pass = Callable[[Program], Program]
 
@@ -41,6 +41,11 @@ DEPLOY: tuple[Pass, ...] = (
 """For a policy that leaves for a robot: weights become constants."""
 
 
+def passes(deploy: bool, precision: str | None) -> tuple[Pass, ...]:
+    """The passes that :func:`run_passes` runs."""
+    return (DEPLOY if deploy else LIVE) + ((lower_precision,) if check_precision(precision) else ())
+
+
 def run_passes(program: Program, *, deploy: bool = False, precision: str | None = None) -> Program:
     """Run the pipeline; the result's ``history`` holds each pass's name, time and node counts.
 
@@ -50,10 +55,8 @@ def run_passes(program: Program, *, deploy: bool = False, precision: str | None 
     ``GRAPHRL_CHECK_PASSES=1`` puts the result of each to :func:`check_program`.
     """
     limit = os.environ.get("GRAPHRL_PASS_LIMIT")
-    passes = (DEPLOY if deploy else LIVE) + ((lower_precision,) if check_precision(precision) else ())
-    passes = passes[: int(limit) if limit else None]
     check = os.environ.get("GRAPHRL_CHECK_PASSES") == "1"
-    for step in passes:
+    for step in passes(deploy, precision)[: int(limit) if limit else None]:
         before, start = program.node_count(), time.perf_counter()
         program = check_program(step(program), step.__name__) if check else step(program)
         record = PassRecord(step.__name__, time.perf_counter() - start, before, program.node_count())
