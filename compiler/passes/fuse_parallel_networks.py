@@ -19,7 +19,7 @@ __all__ = ["fuse_parallel_networks"]
 aten = torch.ops.aten
 
 MIN_LANES = 3
-"""Two networks gain nothing: SAC's update ran 1.45 times as fast as eager with and without (2 x 256-256, batch 256)."""
+"""Two gain nothing: SAC's update (2 x 256-256, batch 256) took 0.68 of eager's time fused and 0.70 unfused."""
 
 MIN_ROWS = 16
 """Below this, copying the weights into a stack costs more than the products: a policy's step has one row."""
