@@ -45,7 +45,7 @@ def _signature_faults(program: Program) -> Any:
     places = program.placeholders()
     if nodes[: len(places)] != places:
         yield "a placeholder stands behind an operation"
-    wanted = [*program.inputs, *program.state, *program.noise]
+    wanted: list[Any] = [*program.inputs, *program.state, *program.noise]
     if len(places) != len(wanted):
         counts = f"{len(program.inputs)} inputs, {len(program.state)} state tensors and {len(program.noise)} draws"
         yield f"{len(places)} placeholders for {counts}"
@@ -72,7 +72,7 @@ def _node_faults(nodes: list[fx.Node]) -> Any:
             schema = getattr(node.target, "_schema", None)
             if schema is not None and schema.is_mutable:
                 yield f"{node} works in place: {node.target}"
-            if node.meta.get("val") is None:
+            if node.users and "val" not in node.meta:
                 yield f"{node} does not say what it returns (meta['val'])"
 
 
