@@ -20,6 +20,7 @@ from graphrl.compiler.differentiate import lower_differentiable
 from graphrl.compiler.guards import Bound, Modes, StateChanged, operations_watched
 from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.passes.guard_nonfinite import guard_writes
+from graphrl.compiler.passes.lower_precision import check_precision
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.shapes import quiet_fakes
@@ -47,6 +48,7 @@ def compile(
     dynamic: bool | None = None,
     strict: bool = False,
     verify: bool = True,
+    precision: str | None = None,
 ) -> CompiledGraph:
     """Compile a keyed graph; the result is called like the graph itself.
 
@@ -60,6 +62,7 @@ def compile(
     backend: ``inductor``, ``aot``, ``native`` (generated C), ``triton`` (MLPs on a GPU), ``onnx`` or ``eager``. What it
     refuses the next best runs, and ``grl.explain`` tells why; ``strict=True`` makes a refusal a :class:`CompileError`.
     verify: check each new program against float64 eager before its first use; a difference is a ``ParityError``.
+    precision: ``"bf16"`` multiplies matrices in bfloat16; weights, sums, losses and gradients stay float32.
 
     Weights are read at every call: in-place loads, ``load_state_dict``, optimiser steps take effect at once. Python
     values that a module reads (``dropout.p``, an attribute of yours) are read once, when it is compiled. With gradients
@@ -71,7 +74,7 @@ def compile(
     from graphrl.compiler.chain import CompiledChain  # it is built on CompiledGraph
 
     kind = CompiledChain if any(is_opaque(m) for m in graph.modules()) else CompiledGraph
-    compiled = kind(graph, backend=backend, dynamic=dynamic, strict=strict, verify=verify)
+    compiled = kind(graph, backend=backend, dynamic=dynamic, strict=strict, verify=verify, precision=precision)
     if example is not None:
         compiled.warm_up(as_example(example))
     return compiled
@@ -100,7 +103,14 @@ class CompiledGraph(TensorDictModuleBase):
     """
 
     def __init__(
-        self, graph: TensorDictModuleBase, *, backend: str, dynamic: bool | None, strict: bool, verify: bool
+        self,
+        graph: TensorDictModuleBase,
+        *,
+        backend: str,
+        dynamic: bool | None,
+        strict: bool,
+        verify: bool,
+        precision: str | None,
     ) -> None:
         super().__init__()
         self.__dict__["graph"] = graph  # not a sub-module: a prefix in every state-dict name would follow
@@ -109,6 +119,7 @@ class CompiledGraph(TensorDictModuleBase):
         self.in_keys = normalize_keys(list(graph.in_keys))
         self.out_keys = [k for k in normalize_keys(list(graph.out_keys)) if k != DISCARD]
         self.backend, self.dynamic, self.strict, self.verify = backend, dynamic, strict, verify
+        self.precision = check_precision(precision)
         self.training = graph.training
         self._result = _result_of(graph)
         self._reset()
@@ -383,11 +394,12 @@ class CompiledGraph(TensorDictModuleBase):
 
         if grad:
             needs = [t.requires_grad for t in inputs]
-            pair = lower_differentiable(self.graph, example, needs, *options, eager, dynamic)
+            pair = lower_differentiable(self.graph, example, needs, *options, self.precision, eager, dynamic)
             if pair is not None:
                 return Entry(pair.forward, pair.backend, pair.refusals, 0.0, reason, pair.parity, pair.run, True)
         with torch.no_grad():
-            program = guard_writes(run_passes(trace(self.graph, example, dynamic=dynamic, recheck=True)))
+            traced = trace(self.graph, example, dynamic=dynamic, recheck=True)
+            program = guard_writes(run_passes(traced, precision=self.precision))
             lowered, name, refusals = lower_with_fallback(program, self.backend, self.strict)
             tensors = [example.get(k).contiguous() for k in self.in_keys]
             parity = verify_lowered(program, lowered, name, program.arguments(tensors)) if self.verify else None
@@ -441,6 +453,9 @@ class CompiledGraph(TensorDictModuleBase):
         """The eager graph's distribution: see :meth:`KeyedGraph.get_dist`."""
         return self.graph.get_dist(tensordict)
 
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("backend", "strict", "verify", "precision")}
+
     def __getstate__(self) -> dict[str, Any]:
         return {"graph": self.graph, **self._options()}
 
@@ -448,7 +463,7 @@ class CompiledGraph(TensorDictModuleBase):
         self.__init__(**state)  # type: ignore[misc]
 
     def _options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("backend", "dynamic", "strict", "verify")}
+        return {name: getattr(self, name) for name in ("backend", "dynamic", "strict", "verify", "precision")}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledGraph:
         import copy

@@ -46,6 +46,7 @@ def lower_differentiable(
     backend: str,
     strict: bool,
     verify: bool,
+    precision: str | None,
     eager: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     dynamic: bool = False,
 ) -> Differentiable | None:
@@ -56,7 +57,7 @@ def lower_differentiable(
     joint = trace_joint(graph, example, inputs_need_grad, dynamic=dynamic)
     if joint is None:
         return None
-    whole = replace(joint, program=guard_writes(run_passes(joint.program)))
+    whole = replace(joint, program=guard_writes(run_passes(joint.program, precision=precision)))
     forward, backward, saved_from = split(whole)
     run_forward, name, refusals = lower_with_fallback(forward, backend, strict)
     run_backward, back_name, more = lower_with_fallback(backward, backend, strict)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphrl.compiler.compiled import MAX_PROGRAMS, Entry
 from graphrl.compiler.metrics import Metrics
+from graphrl.compiler.passes.lower_precision import check_precision
 from graphrl.compiler.undo import kept_random_state
 from graphrl.compiler.update_entry import UpdateEntry
 from graphrl.errors import NonFiniteError, SpecError
@@ -27,12 +28,14 @@ def compile_update(
     strict: bool = False,
     verify: bool = True,
     on_nonfinite: str = "raise",
+    precision: str | None = None,
 ) -> CompiledUpdate:
     """Turn an eager training step into one compiled program.
 
     step: ``step(batch, **options) -> metrics``. Any eager code: losses (TorchRL's too), ``backward()``,
     ``clip_grad_norm_``, ``torch.optim`` steps, soft target updates. ``metrics``: a dictionary or TensorDict of tensors,
     or ``None``. example: a batch to compile for now; without it the first call compiles.
+    precision: ``"bf16"`` multiplies matrices in bfloat16; weights, losses and the optimiser stay float32.
 
         update = grl.compile_update(step)
         metrics = update(batch)                       # the whole batch
@@ -51,7 +54,8 @@ def compile_update(
     """
     if on_nonfinite not in ("raise", "skip"):
         raise SpecError(f"on_nonfinite={on_nonfinite!r}: expected 'raise' or 'skip'")
-    update = CompiledUpdate(step, backend=backend, strict=strict, verify=verify, on_nonfinite=on_nonfinite)
+    options = {"backend": backend, "strict": strict, "verify": verify, "precision": precision}
+    update = CompiledUpdate(step, on_nonfinite=on_nonfinite, **options)
     if example is not None:
         update.warm_up(example)
     return update
@@ -64,10 +68,22 @@ class CompiledUpdate:
     """
 
     def __init__(
-        self, step: Callable[..., Metrics], *, backend: str, strict: bool, verify: bool, on_nonfinite: str
+        self,
+        step: Callable[..., Metrics],
+        *,
+        backend: str,
+        strict: bool,
+        verify: bool,
+        precision: str | None,
+        on_nonfinite: str,
     ) -> None:
-        self.step, self.backend, self.strict, self.verify = step, backend, strict, verify
-        self.on_nonfinite = on_nonfinite
+        self.step, self.backend, self.on_nonfinite = step, backend, on_nonfinite
+        self._lowering = {
+            "backend": backend,
+            "strict": strict,
+            "verify": verify,
+            "precision": check_precision(precision),
+        }
         self.calls = self.skipped = 0
         self.retraces: list[str] = []
         self._entries: list[UpdateEntry] = []
@@ -144,9 +160,7 @@ class CompiledUpdate:
                 self._last = entry
                 return entry, inputs
         with step_line(f"compile update with {self.backend}"), kept_random_state():
-            entry = UpdateEntry(
-                self.step, batch, index, options, backend=self.backend, strict=self.strict, verify=self.verify
-            )
+            entry = UpdateEntry(self.step, batch, index, options, **self._lowering)
         if self._entries:
             self.retraces.append(entry.summary.reason)
         self._entries = [*self._entries[1 - MAX_PROGRAMS :], entry]

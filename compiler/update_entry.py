@@ -52,6 +52,7 @@ class UpdateEntry:
         backend: str,
         strict: bool,
         verify: bool,
+        precision: str | None,
     ) -> None:
         start = time.perf_counter()
         self.step, self.options = step, dict(options)
@@ -63,7 +64,7 @@ class UpdateEntry:
         keys = [normalize_key(k) for k in batch.keys(True, True) if isinstance(batch.get(k), Tensor)]
         ports, tensors = _ports(batch, keys, index)
         self.optimizers, program = self._trace(keys, tensors, index is not None, modules, ports)
-        program = _drop_unread_inputs(guard_nonfinite(run_passes(program)))
+        program = _drop_unread_inputs(guard_nonfinite(run_passes(program, precision=precision)))
         lowered, name, refusals = lower_with_fallback(program, backend, strict)
         self.program, self._lowered = program, lowered
         self._keys = [p.key for p in program.inputs if p.key != _INDEX]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from tensordict import TensorDictBase
@@ -11,6 +12,7 @@ from torch import Tensor
 from graphrl.compiler.backends import Lowered
 from graphrl.compiler.program import Program
 from graphrl.compiler.undo import kept_random_state
+from graphrl.compiler.verify import product_rounding
 from graphrl.errors import ParityError
 from graphrl.keys import Key
 
@@ -40,14 +42,16 @@ def verify_update(
     mutated = [i for i, slot in enumerate(program.state) if slot.mutated]
     names = [repr(key) for key in keys] + [program.state[i].name for i in mutated]
     found += [clones[len(inputs) + i] for i in mutated]
-    wrong = [n for n, a, b in zip(names, found, expected, strict=True) if not _distance(a, b) <= 1]
+    rounding = product_rounding(program)
+    distance = partial(_distance, rounding=rounding)
+    wrong = [n for n, a, b in zip(names, found, expected, strict=True) if not distance(a, b) <= 1]
     if wrong:
-        again, shaken = eager(batch), eager(_shaken(batch))
+        again, shaken = eager(batch), eager(_shaken(batch, rounding))
         runs = zip(names, found, expected, again, shaken, strict=True)
         wrong = [
             name
             for name, got, want, same, moved in runs
-            if not _distance(same, want) <= 1 or not _distance(got, want) <= max(1.0, 10 * _distance(moved, want))
+            if not distance(same, want) <= 1 or not distance(got, want) <= max(1.0, 10 * distance(moved, want))
         ]
     if wrong:
         raise ParityError(
@@ -57,21 +61,21 @@ def verify_update(
         )
 
 
-def _shaken(batch: TensorDictBase) -> TensorDictBase:
-    """The batch with its floating-point entries moved by a rounding error."""
+def _shaken(batch: TensorDictBase, rounding: float) -> TensorDictBase:
+    """The batch with its floating-point entries moved by a rounding error, or by ``rounding`` if that is larger."""
     generator = torch.Generator().manual_seed(0)
 
     def shake(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
-        return tensor * (1 + torch.finfo(tensor.dtype).eps * noise)
+        return tensor * (1 + max(torch.finfo(tensor.dtype).eps, rounding) * noise)
 
     return batch.apply(shake)
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    """Distance in the Euclidean norm, as a multiple of what rounding allows.
+def _distance(found: Tensor, expected: Tensor, rounding: float) -> float:
+    """Distance in the Euclidean norm, as a multiple of what rounding allows; ``rounding``: of the products alone.
 
     A first optimiser step amplifies rounding in single entries, and a KL of 1e-9 is all rounding: hence a norm over the
     whole tensor, and an absolute floor.
@@ -80,4 +84,5 @@ def _distance(found: Tensor, expected: Tensor) -> float:
         return 0.0
     a, b = found.double(), expected.double()
     relative, absolute = (1e-6, 1e-12) if expected.dtype == torch.float64 else (2e-2, 1e-5)
+    relative += rounding
     return float((a - b).norm() / (relative * b.norm() + absolute * a.numel() ** 0.5))

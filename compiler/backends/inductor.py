@@ -28,6 +28,10 @@ from graphrl.errors import CompileError
 
 __all__ = ["BACKEND", "Inductor", "as_inductor_sees_it", "example_arguments", "quietly"]
 
+FUSION_ATTEMPTS = 4
+"""Neighbours each kernel is compared with for fusion, in place of 64: half of the compile time of a large update went
+into comparisons, and its speed is the same."""
+
 _VECTOR_ELEMENTS = 1 << 16
 
 
@@ -78,6 +82,9 @@ def _compile_directly(program: Program, arguments: list[Tensor]) -> Lowered:
     def compiled_for(threads: int) -> Lowered:
         settings: dict[str, Any] = {"size_asserts": False, "fallback_random": True, "cpp.threads": threads}
         settings["cpp.dynamic_threads"] = program.dynamic  # the number is then chosen at each call
+        if hasattr(config, "max_fusion_buffer_group_pairwise_attempts"):
+            # kernels that share a buffer are compared pair by pair; an update's all share the finite flag and the rate
+            settings["max_fusion_buffer_group_pairwise_attempts"] = FUSION_ATTEMPTS
         with config.patch(settings):
             return kept_on_disk(program, settings, lambda: _compile_afresh(program, arguments))
 

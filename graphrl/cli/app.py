@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train an agent: graphrl train ppo --env.id Pendulum-v1",
     "bench": "measure graphrl beside its peers on this machine",
     "explain": "tell what the compiler makes of an object: graphrl explain FILE:OBJECT",
+    "bisect": "find the compiler pass that changes a result: graphrl bisect FILE:OBJECT --example NAME",
     "cache": "list or clear the compiled programs kept on disk",
     "export": "write a trained policy as a bundle for a robot: graphrl export RUN OUT",
     "verify": "check a bundle where it will run: graphrl verify BUNDLE",

@@ -13,7 +13,7 @@ import tyro
 
 from graphrl.errors import GraphError, GraphRLError, did_you_mean
 
-__all__ = ["run"]
+__all__ = ["load_file", "made", "named", "run"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def run(arguments: list[str]) -> None:
     if not colon or not name:
         raise GraphRLError(f"explain: expected FILE:OBJECT, found {options.target!r}")
     module = load_file(Path(path))
-    target = _attribute(module, name, path)
-    example = None if options.example is None else _attribute(module, options.example, path)
+    target = named(module, name, path)
+    example = None if options.example is None else named(module, options.example, path)
     explanation = describe(target, example, options.backend)
     if options.html is None:
         print(explanation)
@@ -80,7 +80,7 @@ def _parameters(function: Any) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
 
 
-def _made(factory: Any) -> Any:
+def made(factory: Any) -> Any:
     """What a function without parameters returns."""
     if lacking := _parameters(factory):
         raise GraphRLError(
@@ -98,7 +98,7 @@ def describe(target: Any, example: Any, backend: str) -> Any:
 
     known = (CompiledGraph, CompiledUpdate, Program)
     if inspect.isroutine(target) and not isinstance(target, known):
-        target = _made(target)
+        target = made(target)
     if isinstance(target, known):
         return explain(target)
     if isinstance(target, TensorDictModuleBase):
@@ -134,7 +134,8 @@ def load_file(path: Path) -> Any:
     return module
 
 
-def _attribute(module: Any, name: str, path: str) -> Any:
+def named(module: Any, name: str, path: str) -> Any:
+    """The object of a file by its name. Raises :class:`GraphRLError` with the nearest name otherwise."""
     if not hasattr(module, name):
         names = [n for n in vars(module) if not n.startswith("_")]
         raise GraphRLError(f"explain: {path} has no {name!r}.{did_you_mean(name, names)}")
