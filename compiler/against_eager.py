@@ -95,4 +95,5 @@ def _results(
         cotangents = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype, device=t.device).view(t.shape) for t in carrying]
         found = torch.autograd.grad(carrying, wanted, cotangents, allow_unused=True)
         gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
-    return [t.detach() for t in outputs], gradients, [slot.read().detach().clone() for slot in written]
+    # copies: an output may be the state itself, which is put back next
+    return [t.detach().clone() for t in outputs], gradients, [slot.read().detach().clone() for slot in written]

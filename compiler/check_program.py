@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from graphrl.compiler.program import Program
+from graphrl.compiler.shapes import same_sizes, sizes
 from graphrl.errors import CompileError
 
 __all__ = ["check_program"]
@@ -55,7 +56,7 @@ def _signature_faults(program: Program) -> Any:
         return
     for node, slot in [*zip(places, wanted, strict=False), *zip(outputs, program.outputs, strict=True)]:
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        if not isinstance(value, Tensor) or tuple(value.shape) != tuple(slot.shape) or value.dtype != slot.dtype:
+        if not isinstance(value, Tensor) or sizes(value) != tuple(slot.shape) or value.dtype != slot.dtype:
             yield f"{node} holds {_described(value)}, its signature says {_described(slot)}"
 
 
@@ -87,7 +88,7 @@ def _write_faults(program: Program) -> Any:
         yield "a write goes to something else than a placeholder, or twice to one"
     for write in writes:
         into, new = (n.meta.get("val") for n in write.args[:2])  # type: ignore[union-attr]
-        if tuple(into.shape) != tuple(new.shape) or into.dtype != new.dtype:
+        if not same_sizes(into.shape, new.shape) or into.dtype != new.dtype:
             yield f"{write} writes {_described(new)} into {_described(into)}"
     first = len(program.inputs)
     for slot, place in zip(program.state, places[first:], strict=False):

@@ -23,19 +23,25 @@ class Checks:
 
     Such a test is answered from the value it has while tracing, and the condition stays in the program: argument
     checks of ``torch.distributions``, asserts of the user. A test that chooses between two ways to go on is not
-    answered, since the program would hold one of them only.
+    answered, since the program would hold one of them only, unless it stands in a library (``branches``): whoever runs
+    the program must then have another one for the other way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, branches: bool) -> None:
+        self._branches = branches
+        self.branched = False
         self._conditions: list[tuple[Tensor, bool]] = []
         self._known: list[bool] | None = None
         self.lines: list[str] = []
 
     def answer(self, tensor: Tensor, frame: FrameType) -> bool | None:
         """The truth of ``tensor``, which ``frame`` asks for, or ``None`` where that is no check."""
-        line = _check_at(frame.f_code.co_filename, frame.f_lineno)
+        file, number = frame.f_code.co_filename, frame.f_lineno
+        line = _check_at(file, number)
         if line is None:
-            return None
+            if not self._branches or "site-packages" not in Path(file).parts:
+                return None
+            line, self.branched = f"{Path(file).name}:{number}: a branch of the library's", True
         if self._known is not None:
             truth = self._known.pop(0)
         else:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import EnsembleModule, TensorDictModule, TensorDictModuleBase, TensorDictSequential
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from graphrl.compiler.against_eager import check_against_eager, resized, served_sizes
 from graphrl.compiler.backends import get_backend
+from graphrl.compiler.branches import OtherBranches
 from graphrl.compiler.differentiate import lower_differentiable
 from graphrl.compiler.guards import Bound, Modes, StateChanged, operations_watched
 from graphrl.compiler.lower import lower_with_fallback
@@ -24,7 +25,7 @@ from graphrl.compiler.passes.lower_precision import check_precision
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.shapes import quiet_fakes
-from graphrl.compiler.specialization import Specialization
+from graphrl.compiler.specialization import Specialization, result_of
 from graphrl.compiler.trace import as_example, common_leading, missing_key, trace
 from graphrl.compiler.undo import Undo, kept_random_state
 from graphrl.compiler.verify import verify_lowered
@@ -121,7 +122,7 @@ class CompiledGraph(TensorDictModuleBase):
         self.backend, self.dynamic, self.strict, self.verify = backend, dynamic, strict, verify
         self.precision = check_precision(precision)
         self.training = graph.training
-        self._result = _result_of(graph)
+        self._result = result_of(graph)
         self._reset()
 
     def _reset(self) -> None:
@@ -398,14 +399,27 @@ class CompiledGraph(TensorDictModuleBase):
             if pair is not None:
                 return Entry(pair.forward, pair.backend, pair.refusals, 0.0, reason, pair.parity, pair.run, True)
         with torch.no_grad():
-            traced = trace(self.graph, example, dynamic=dynamic, recheck=True)
-            program = guard_writes(run_passes(traced, precision=self.precision))
-            lowered, name, refusals = lower_with_fallback(program, self.backend, self.strict)
-            tensors = [example.get(k).contiguous() for k in self.in_keys]
-            parity = verify_lowered(program, lowered, name, program.arguments(tensors)) if self.verify else None
-        bound = Bound(program, lowered, eager)
+            program, name, refusals, parity, bound = self._bind(example, dynamic, eager)
         run = torch.no_grad()(bound) if grad else bound  # nothing in it carries gradient
         return Entry(program, name, refusals, 0.0, reason, parity, run, False)
+
+    def _bind(
+        self, example: TensorDict, dynamic: bool, eager: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    ) -> tuple[Program, str, tuple[str, ...], float | None, Bound]:
+        """Trace and lower without gradients: the program, who runs it, the refusals, its parity, and how to run it."""
+        traced = trace(self.graph, example, dynamic=dynamic, recheck=True)
+        program = guard_writes(run_passes(traced, precision=self.precision))
+        lowered, name, refusals = lower_with_fallback(program, self.backend, self.strict)
+        tensors = [example.get(k).contiguous() for k in self.in_keys]
+        parity = verify_lowered(program, lowered, name, program.arguments(tensors)) if self.verify else None
+
+        def other(inputs: Sequence[Tensor]) -> Bound:
+            self.retraces.append("a library's code took another branch")
+            with step_line(f"compile {type(self.graph).__name__} with {self.backend}, another branch"), torch.no_grad():
+                return self._bind(self._example(inputs, example.batch_size), False, eager)[-1]
+
+        otherwise = OtherBranches(other, eager) if program.branched else eager
+        return program, name, refusals, parity, Bound(program, lowered, otherwise)
 
     def _eager_entry(self, example: TensorDictBase, reason: str) -> Entry:
         def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -453,9 +467,6 @@ class CompiledGraph(TensorDictModuleBase):
         """The eager graph's distribution: see :meth:`KeyedGraph.get_dist`."""
         return self.graph.get_dist(tensordict)
 
-    def _options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("backend", "strict", "verify", "precision")}
-
     def __getstate__(self) -> dict[str, Any]:
         return {"graph": self.graph, **self._options()}
 
@@ -473,19 +484,3 @@ class CompiledGraph(TensorDictModuleBase):
 
     def __repr__(self) -> str:
         return f"CompiledGraph({type(self.graph).__name__}, backend={self.backend!r}, programs={len(self._entries)})"
-
-
-def _result_of(graph: TensorDictModuleBase) -> str:
-    """What a call returns: the ``same`` batch, a ``new`` one of no batch size, an ``empty`` one like it, or ``another``
-    that eager makes by itself."""
-    if getattr(graph, "returns_new", False):
-        return "new"
-    if isinstance(graph, KeyedGraph):
-        return "same"
-    inplace = getattr(graph, "inplace", True)
-    if isinstance(graph, TensorDictModule) and not isinstance(graph, TensorDictSequential):
-        return {True: "same", "empty": "empty"}.get(inplace, "new")
-    inner = [m for m in graph.modules() if isinstance(m, TensorDictModuleBase)]
-    ensembles = any(isinstance(m, EnsembleModule) for m in inner)
-    parts = any(not isinstance(m, TensorDictSequential) and getattr(m, "inplace", True) is not True for m in inner)
-    return "another" if ensembles or parts or inplace not in (True, None) else "same"

@@ -103,13 +103,13 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 class Bound:
     """A lowered program as a function of the inputs alone: gathers the live state, draws the noise, runs.
 
-    Where a check of the traced code would fail, ``eager`` runs instead and raises the code's own error.
+    Where a check of the traced code would fail, ``otherwise`` runs instead, and raises the code's own error.
     """
 
     def __init__(
-        self, program: Program, lowered: Lowered, eager: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+        self, program: Program, lowered: Lowered, otherwise: Callable[[Sequence[Tensor]], Sequence[Tensor]]
     ) -> None:
-        self._eager = eager
+        self._otherwise = otherwise
         self._checked = program.outputs[-1:] != () and program.outputs[-1].key == CHECKED
         self._live = LiveState(program)
         self._lowered = lowered
@@ -123,11 +123,16 @@ class Bound:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run on plain tensors in ``in_keys`` order."""
+        outputs = self.attempt(inputs)
+        return self._otherwise(inputs) if outputs is None else outputs
+
+    def attempt(self, inputs: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """The results, or ``None`` where a check fails; no state is written then."""
         outputs = self._lowered([*inputs, *self._live(), *self._draws(inputs)])
         if not self._checked:
             return outputs
         *outputs, passed = outputs
-        return outputs if passed else self._eager(inputs)
+        return outputs if passed else None
 
     def into(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Run and leave the results in ``outputs``."""
@@ -162,7 +167,7 @@ class Bound:
         def checked(t: int) -> None:
             step(t)
             if not passed[t]:
-                for target, value in zip(outputs[t], self._eager(inputs[t]), strict=True):
+                for target, value in zip(outputs[t], self._otherwise(inputs[t]), strict=True):
                     target.copy_(value)
 
         return checked

@@ -131,7 +131,8 @@ class Program:
     everything else. Printing a program gives runnable Python with shapes as comments.
 
     ``dynamic``: the program takes any batch size from 2, the first dim of every input; the shapes in its ports are
-    those of the example it was traced on.
+    those of the example it was traced on. ``assumptions``: the checks on values that the traced code made.
+    ``branched``: a library's code chose between two ways to go on, and this program is one of them.
     """
 
     graph_module: fx.GraphModule
@@ -143,6 +144,7 @@ class Program:
     assumptions: tuple[str, ...] = ()
     history: tuple[PassRecord, ...] = field(default=())
     dynamic: bool = False
+    branched: bool = False
 
     @property
     def in_keys(self) -> list[Key]:

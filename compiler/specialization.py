@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from tensordict.nn import EnsembleModule, TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import Tensor
 
+from graphrl.graph import KeyedGraph
 from graphrl.keys import Key, encode_key
 
-__all__ = ["Specialization"]
+__all__ = ["Specialization", "result_of"]
 
 
 @dataclass(frozen=True)
@@ -111,3 +113,19 @@ def _gradient_changes(old: tuple[bool, ...] | None, new: tuple[bool, ...] | None
 
 def _short(value: Any) -> str:
     return "off" if value is False else str(value).removeprefix("torch.")
+
+
+def result_of(graph: TensorDictModuleBase) -> str:
+    """What a call returns: the ``same`` batch, a ``new`` one of no batch size, an ``empty`` one like it, or ``another``
+    that eager makes by itself."""
+    if getattr(graph, "returns_new", False):
+        return "new"
+    if isinstance(graph, KeyedGraph):
+        return "same"
+    inplace = getattr(graph, "inplace", True)
+    if isinstance(graph, TensorDictModule) and not isinstance(graph, TensorDictSequential):
+        return {True: "same", "empty": "empty"}.get(inplace, "new")
+    inner = [m for m in graph.modules() if isinstance(m, TensorDictModuleBase)]
+    ensembles = any(isinstance(m, EnsembleModule) for m in inner)
+    parts = any(not isinstance(m, TensorDictSequential) and getattr(m, "inplace", True) is not True for m in inner)
+    return "another" if ensembles or parts or inplace not in (True, None) else "same"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ def trace(
     """
     example = as_example(example)
     signature = _Signature(graph, example, dynamic)
-    with torch.no_grad(), tracing(type(graph).__name__, recheck) as checks:
+    with torch.no_grad(), tracing(type(graph).__name__, recheck=recheck, branches=recheck) as checks:
         signature.rehearse(checks)
         traced = signature.record(
             lambda *tensors: signature.run(*tensors, checks=checks if recheck else None), signature.tensors
@@ -63,8 +63,8 @@ def trace(
     normal = normalize(traced, tensors, mode=signature.mode)
     state = mark_mutated(normal.graph, len(signature.tensors), used)
     outputs = signature.outputs(normal)
-    lines = tuple(checks.lines)
-    program = Program(normal, signature.inputs, outputs, state, name=_name(graph), assumptions=lines, dynamic=dynamic)
+    program = Program(normal, signature.inputs, outputs, state, name=_name(graph), dynamic=dynamic)
+    program = replace(program, assumptions=tuple(checks.lines), branched=checks.branched)
     return lift_random(program)
 
 
@@ -98,7 +98,7 @@ def trace_joint(
         for t, need in zip(signature.tensors, inputs_need_grad, strict=True)
     ]
     parameters = {name: p for name, p in graph.named_parameters() if p.requires_grad}
-    with torch.enable_grad(), tracing(type(graph).__name__, recheck=True) as checks:
+    with torch.enable_grad(), tracing(type(graph).__name__, recheck=True, branches=True) as checks:
         signature.rehearse(checks)
         with signature.unseen():
             trial = signature.run(*leaves)
@@ -119,7 +119,7 @@ def trace_joint(
         targets.extend(t for (t, _), g in zip(wanted, grads, strict=True) if g is not None)
         return (*(t.detach() for t in outputs), *(g for g in grads if g is not None))
 
-    with torch.enable_grad(), tracing(type(graph).__name__, recheck=True) as checks:
+    with torch.enable_grad(), tracing(type(graph).__name__, recheck=True, branches=True) as checks:
         signature.rehearse(checks)
         traced = signature.record(joint, [*leaves, *cotangents], parameters.values())
     traced, used = lift_state(traced, module_slots([("", graph)]))
@@ -130,8 +130,8 @@ def trace_joint(
                       for i, (_, where) in enumerate(targets))  # fmt: skip
     cotangent_ports = tuple(Port.of(("cotangent", str(i)), c) for i, c in zip(differentiable, cotangents, strict=True))
     inputs, outputs = (*signature.inputs, *cotangent_ports), (*ports, *gradients)
-    lines = tuple(checks.lines)
-    program = Program(normal, inputs, outputs, state, name=_name(graph), assumptions=lines, dynamic=dynamic)
+    program = Program(normal, inputs, outputs, state, name=_name(graph), dynamic=dynamic)
+    program = replace(program, assumptions=tuple(checks.lines), branched=checks.branched)
     return JointProgram(lift_random(program), ports, differentiable, tuple(targets))
 
 
@@ -162,6 +162,8 @@ class _Signature:
             self.run(*tensors)
         self.batch_size = opened
         undo.restore()
+        if checks.branched:
+            raise TraceError(f"it branches on values: {checks.lines[-1]}")
         checks.replay()
 
     @contextlib.contextmanager

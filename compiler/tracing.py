@@ -31,17 +31,18 @@ _WAYS_OUT = (
 
 
 @contextlib.contextmanager
-def tracing(what: str, recheck: bool) -> Iterator[Checks]:
+def tracing(what: str, *, recheck: bool, branches: bool = False) -> Iterator[Checks]:
     """The state in which code is traced; yields the checks it makes. Tracer errors become :class:`TraceError`.
 
-    Distributions check their arguments only where the program will check them again (``recheck``).
+    Distributions check their arguments only where the program will check them again (``recheck``). ``branches``: a
+    library may branch on values, see :class:`Checks`.
     """
     validate = torch.distributions.Distribution._validate_args
     mkldnn = torch._C._get_mkldnn_enabled()
     torch.distributions.Distribution.set_default_validate_args(validate and recheck)
     try:
         torch._C._set_mkldnn_enabled(False)  # an LSTM must show its products, not one call of a CPU library
-        with _TraceableCalls() as calls, warnings.catch_warnings():
+        with _TraceableCalls(branches) as calls, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*treespec.*")
             yield calls.checks
     except Exception as error:
@@ -82,9 +83,9 @@ class _TraceableCalls(TorchFunctionMode):
     would call ``.item()`` there, which would freeze the learning rate into the program.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, branches: bool) -> None:
         super().__init__()
-        self.checks = Checks()
+        self.checks = Checks(branches)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

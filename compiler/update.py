@@ -54,7 +54,7 @@ def compile_update(
     """
     if on_nonfinite not in ("raise", "skip"):
         raise SpecError(f"on_nonfinite={on_nonfinite!r}: expected 'raise' or 'skip'")
-    options = {"backend": backend, "strict": strict, "verify": verify, "precision": precision}
+    options: dict[str, Any] = {"backend": backend, "strict": strict, "verify": verify, "precision": precision}
     update = CompiledUpdate(step, on_nonfinite=on_nonfinite, **options)
     if example is not None:
         update.warm_up(example)

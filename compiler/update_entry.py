@@ -214,8 +214,10 @@ class UpdateEntry:
             self._eager(batch, index)
         finally:
             handle.remove()
+        if not wrong:  # rounding decides, or the draws do, which this second run made anew
+            return "a gradient is NaN or infinite, or a check made in the step fails; run again eagerly, neither is so"
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        return f"{', '.join(wrong[:4]) or 'a gradient'}{more} is NaN or infinite"
+        return f"{', '.join(wrong[:4])}{more} is NaN or infinite"
 
     def _nonfinite(self, outputs: Sequence[Tensor]) -> list[str]:
         named = zip(self._metrics.keys, outputs, strict=False)

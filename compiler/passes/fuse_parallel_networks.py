@@ -36,6 +36,8 @@ def fuse_parallel_networks(program: Program) -> Program:
     later layers, losses, backward products, the optimiser's arithmetic. It stops where the chains differ.
     Results change by rounding only.
     """
+    if program.dynamic:  # batching asks for shapes in numbers
+        return program
     search = _Search(program)
     search.run()
     return _rebuilt(program, search.packs) if search.packs else program

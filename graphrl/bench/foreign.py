@@ -193,6 +193,9 @@ def _stable_baselines3() -> Any:
 class _RslStyle(nn.Module):
     """An actor-critic as rsl_rl writes one: empirical normaliser, ELU networks, one standard deviation an action."""
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         for name, value in (("mean", torch.zeros(1, OBSERVATION)), ("std", torch.ones(1, OBSERVATION))):

@@ -5,7 +5,16 @@ import torch
 
 pytest.importorskip("torchrl")
 
-from graphrl.bench.foreign import FOREIGN_GRAPHS, FOREIGN_LOSSES, graph_error, loss_error, loss_example, loss_step
+from graphrl.bench.foreign import (
+    FOREIGN_GRAPHS,
+    FOREIGN_LOSSES,
+    graph_error,
+    graph_example,
+    loss_error,
+    loss_example,
+    loss_step,
+)
+from graphrl.compiler.compiled import compile
 from graphrl.compiler.update import compile_update
 from graphrl.errors import TraceError
 
@@ -25,6 +34,21 @@ def unchecked():
 def test_a_module_compiled_equals_itself(name):
     pytest.importorskip("stable_baselines3")
     assert graph_error(FOREIGN_GRAPHS[name], name, "eager") < 1e-12
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_branch_inside_a_library_gets_a_program_for_each_way_it_goes(backend):
+    module = FOREIGN_GRAPHS["GRUModule"]()  # skips its reset where no row starts anew
+    fast = compile(module, backend=backend)
+    batch = graph_example("GRUModule")
+    with torch.no_grad():
+        for starts in (batch["is_init"], torch.zeros_like(batch["is_init"])) * 3:
+            batch["is_init"] = starts
+            found, wanted = fast(batch.clone()), module(batch.clone())
+            for key in module.out_keys:
+                torch.testing.assert_close(found[key], wanted[key], rtol=1e-5, atol=1e-6)
+    assert fast.retraces == ["a library's code took another branch"]
+    assert any("a branch of the library's" in line for line in fast.entries()[0].program.assumptions)
 
 
 @pytest.mark.parametrize("name", [n for n in FOREIGN_LOSSES if n not in REFUSED])
