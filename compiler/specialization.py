@@ -94,7 +94,7 @@ class Specialization:
 
 
 def _mode_changes(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
-    names = ("interaction type", "autocast on the CPU", "autocast on CUDA")
+    names = ("interaction type", "autocast on the CPU", "autocast on CUDA", "argument checks of distributions")
     found = [f"{name} {_short(a)} -> {_short(b)}" for name, a, b in zip(names, old, new, strict=False) if a != b]
     flips = [(a, b) for a, b in zip(old[len(names) :], new[len(names) :], strict=True) if a != b]
     if flips:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphrl.compiler.backends.base import Lowered, Refusal
@@ -53,11 +54,24 @@ class Inductor:
             with quietly():
                 return _compile_directly(program, example_arguments(program))
         except (ImportError, AttributeError):  # a torch whose private entries moved
-            compiled = torch.compile(program.graph_module, dynamic=program.dynamic, fullgraph=True)
-            return lambda values: compiled(*values)
+            return _through_dynamo(program)
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise CompileError(f"inductor could not compile {program.name}: {lines[0]}") from error
+
+
+def _through_dynamo(program: Program) -> Lowered:
+    """The public way. Dynamo switches the argument checks of distributions off when it first compiles; not here."""
+    compiled = torch.compile(program.graph_module, dynamic=program.dynamic, fullgraph=True)
+
+    def run(values: list[Tensor]) -> Sequence[Tensor]:
+        checked = Distribution._validate_args
+        try:
+            return compiled(*values)
+        finally:
+            Distribution.set_default_validate_args(checked)
+
+    return run
 
 
 def example_arguments(program: Program) -> list[Tensor]:

@@ -88,7 +88,10 @@ def pack(compiled: Any) -> dict[str, bytes] | None:
         "check_alignment": check,
         "mutated": sorted(compiled.mutated_input_idxs),
     }
-    files = {f"{name}.so": Path(file).read_bytes() for name, file in kernels.items()}
+    try:
+        files = {f"{name}.so": Path(file).read_bytes() for name, file in kernels.items()}
+    except OSError:  # a kernel loaded earlier, from a cache of Inductor's that is gone
+        return None
     files |= {MODULE: source.encode(), FACTS: json.dumps(facts).encode()}
     return files
 
