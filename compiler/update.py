@@ -78,7 +78,7 @@ class CompiledUpdate:
         on_nonfinite: str,
     ) -> None:
         self.step, self.backend, self.on_nonfinite = step, backend, on_nonfinite
-        self._lowering = {
+        self._lowering: dict[str, Any] = {
             "backend": backend,
             "strict": strict,
             "verify": verify,
