@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +13,15 @@ from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import Tensor, nn
 
-from graphrl.compiler.benchmark import BenchmarkRow, BenchmarkTable, machine, table_of, time_interleaved
+from graphrl.bench.tables import BenchOptions, measure
+from graphrl.compiler.benchmark import BenchmarkRow, BenchmarkTable, machine, refused_row
 from graphrl.compiler.compiled import compile
 from graphrl.compiler.update import compile_update
 from graphrl.compiler.verify import relative_error
 from graphrl.errors import ParityError, TraceError, require_extra
 from graphrl.graph import KeyedGraph
 
-__all__ = ["FOREIGN_GRAPHS", "FOREIGN_LOSSES", "foreign", "graph_error", "loss_error", "loss_example", "loss_step"]
+__all__ = ["FOREIGN_GRAPHS", "FOREIGN_LOSSES", "graph_error", "loss_error", "loss_example", "loss_step", "suite"]
 
 OBSERVATION, ACTION, CELLS, ROWS = 17, 6, [64, 64], 64
 
@@ -250,29 +250,32 @@ def graph_example(name: str, rows: int = ROWS, dtype: torch.dtype = torch.float3
     return batch
 
 
-def foreign(repeats: int = 30) -> Iterator[BenchmarkTable]:
+def suite(options: BenchOptions) -> list[BenchmarkTable]:
     """A table of modules and one of losses: each eager against compiled, in turns, with its parity in float64."""
     for package in ("torchrl", "stable_baselines3"):
         require_extra(package, "peers")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for title, kinds, measured in (
-            (f"modules of other libraries, {ROWS} rows, TensorDict in and out", FOREIGN_GRAPHS, _graph_runs),
-            (f"losses of TorchRL with gradients, Adam and targets, {ROWS} rows", FOREIGN_LOSSES, _loss_runs),
-        ):
-            rows: list[BenchmarkRow] = []
-            for name, make in kinds.items():
-                nan = float("nan")
-                try:
-                    runs, compile_s, error = measured(name, make)
-                except TraceError as refusal:
-                    rows.append(BenchmarkRow(name, nan, nan, nan, nan, None, None, str(refusal)))
-                    continue
-                with torch.no_grad() if kinds is FOREIGN_GRAPHS else contextlib.nullcontext():
-                    table = table_of(name, time_interleaved(runs, repeats=repeats))
-                eager, fast = (replace(row, name=f"{name}, {row.name}") for row in table.rows)
-                rows += [eager, replace(fast, compile_s=compile_s, error=error)]
-            yield BenchmarkTable(title, tuple(rows), machine())
+        return [
+            _table(
+                f"modules of other libraries, {ROWS} rows, TensorDict in and out", FOREIGN_GRAPHS, _graph_runs, options
+            ),
+            _table(f"TorchRL's losses, gradients, Adam and targets, {ROWS} rows", FOREIGN_LOSSES, _loss_runs, options),
+        ]
+
+
+def _table(title: str, kinds: dict[str, Callable[[], Any]], measured: Any, options: BenchOptions) -> BenchmarkTable:
+    rows: list[BenchmarkRow] = []
+    for name, make in kinds.items():
+        try:
+            runs, compile_s, error = measured(name, make)
+        except TraceError as refusal:
+            rows.append(refused_row(name, str(refusal)))
+            continue
+        eager, fast = measure(name, runs, options).rows
+        rows.append(replace(eager, name=f"{name}, eager"))
+        rows.append(replace(fast, name=f"{name}, compiled", compile_s=compile_s, error=error))
+    return BenchmarkTable(title, tuple(rows), machine())
 
 
 Runs = dict[str, Callable[[], Any]]
@@ -281,8 +284,10 @@ Runs = dict[str, Callable[[], Any]]
 def _graph_runs(name: str, make: Callable[[], Any]) -> tuple[Runs, float, float]:
     graph, batch = make(), graph_example(name)
     fast = compile(graph, batch)
+    without_gradients = torch.no_grad()
+    runs = {"eager": without_gradients(lambda: graph(batch)), "compiled": without_gradients(lambda: fast(batch))}
     return (
-        {"eager": lambda: graph(batch), "compiled": lambda: fast(batch)},
+        runs,
         fast.entries()[-1].seconds,
         graph_error(make, name, "inductor"),
     )

@@ -11,7 +11,7 @@ from graphrl.errors import GraphRLError, did_you_mean
 
 __all__ = ["SUITES", "run_suites"]
 
-SUITES = ("policy", "update", "ensemble", "gae", "collector")
+SUITES = ("policy", "update", "ensemble", "gae", "collector", "foreign")
 
 
 def run_suites(
