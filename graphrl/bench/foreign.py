@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from graphrl.bench.tables import BenchOptions, measure
 from graphrl.compiler.benchmark import BenchmarkRow, BenchmarkTable, machine, refused_row
-from graphrl.compiler.compiled import compile
+from graphrl.compiler.compiled import Entry, compile
 from graphrl.compiler.update import compile_update
 from graphrl.compiler.verify import relative_error
 from graphrl.errors import ParityError, TraceError, require_extra
@@ -268,39 +268,30 @@ def _table(title: str, kinds: dict[str, Callable[[], Any]], measured: Any, optio
     rows: list[BenchmarkRow] = []
     for name, make in kinds.items():
         try:
-            runs, compile_s, error = measured(name, make)
+            runs, entry = measured(name, make)
         except TraceError as refusal:
             rows.append(refused_row(name, str(refusal)))
             continue
         eager, fast = measure(name, runs, options).rows
         rows.append(replace(eager, name=f"{name}, eager"))
-        rows.append(replace(fast, name=f"{name}, compiled", compile_s=compile_s, error=error))
+        rows.append(replace(fast, name=f"{name}, compiled", compile_s=entry.seconds, error=entry.parity))
     return BenchmarkTable(title, tuple(rows), machine())
 
 
 Runs = dict[str, Callable[[], Any]]
 
 
-def _graph_runs(name: str, make: Callable[[], Any]) -> tuple[Runs, float, float]:
+def _graph_runs(name: str, make: Callable[[], Any]) -> tuple[Runs, Entry]:
     graph, batch = make(), graph_example(name)
     fast = compile(graph, batch)
-    without_gradients = torch.no_grad()
-    runs = {"eager": without_gradients(lambda: graph(batch)), "compiled": without_gradients(lambda: fast(batch))}
-    return (
-        runs,
-        fast.entries()[-1].seconds,
-        graph_error(make, name, "inductor"),
-    )
+    run = torch.no_grad()  # as in a rollout
+    return {"eager": run(lambda: graph(batch)), "compiled": run(lambda: fast(batch))}, fast.entries()[-1]
 
 
-def _loss_runs(name: str, make: Callable[[], Any]) -> tuple[Runs, float, float]:
+def _loss_runs(name: str, make: Callable[[], Any]) -> tuple[Runs, Entry]:
     loss, batch = make(), loss_example(name)
     step, update = loss_step(copy.deepcopy(loss)), compile_update(loss_step(loss), batch)
-    return (
-        {"eager": lambda: step(batch), "compiled": lambda: update(batch)},
-        update.entries()[-1].seconds,
-        loss_error(make, name, "inductor", steps=3),
-    )
+    return {"eager": lambda: step(batch), "compiled": lambda: update(batch)}, update.entries()[-1]
 
 
 def graph_error(make: Callable[[], Any], name: str, backend: str) -> float:
