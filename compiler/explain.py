@@ -103,7 +103,7 @@ def facts(entry: Entry) -> list[tuple[str, str]]:
         ("compiled", f"in {entry.seconds:.1f} s: {entry.reason}"),
         ("work", f"{_operations(entry)}, {_short(cost.flops)}FLOP, {_short(cost.bytes)}B read or written"),
         ("parity", "not checked" if entry.parity is None else f"error {entry.parity:.1e} against float64"),
-        ("gradients", "differentiable" if entry.differentiable else "none"),
+        *([("gradients", "differentiable, first order")] if entry.differentiable else []),
     ]
     notes = entry.program.graph_module.meta
     found += [("threads", notes["how"])] if "how" in notes else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,10 +13,15 @@ from graphrl.errors import GraphRLError
 
 __all__ = ["run"]
 
+NEWEST = 20
+
 
 @dataclass(frozen=True)
 class List:
-    """Show what is kept: program, backend, shapes, size, age, and the seconds it took to compile."""
+    """Show what is kept, the newest first: program, backend, inputs, size, age, and the seconds it took to compile."""
+
+    all: bool = False
+    """Every entry, not just the newest twenty."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ def run(arguments: list[str]) -> None:
     from graphrl.compiler import cache
 
     if isinstance(options, List):
-        _show()
+        _show(None if options.all else NEWEST)
         return
     count, freed = cache.clear(86400 * options.older_than, options.entry)
     if options.entry and not count:
@@ -43,7 +49,7 @@ def run(arguments: list[str]) -> None:
     print(f"{cache.programs_dir()}: {count} program(s) deleted, {_bytes(freed)} freed")
 
 
-def _show() -> None:
+def _show(most: int | None) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -53,16 +59,19 @@ def _show() -> None:
     found = list(cache.entries())
     total = _bytes(sum(entry.size for entry in found))
     title = f"{cache.programs_dir()}: {len(found)} program(s), {total}"
-    table = Table("entry", "program", "backend", "shapes", "size", "age", "compile s", title=title)
-    for entry in found:
+    table = Table("entry", "program", "backend", "inputs", "size", "age", "compile s", title=title)
+    for entry in found[:most]:
         name, told, size, age = entry.folder.name[:12], entry.record, _bytes(entry.size), _age(entry.age_s)
         if not entry.intact:
             table.add_row(name, "?", "?", "broken: will be compiled again", size, age, "")
             continue
-        shapes = f"{', '.join(told['inputs'])} -> {', '.join(told['outputs'])}"
+        inputs = textwrap.shorten(", ".join(told["inputs"]), 60, placeholder=" ...")
         seconds = f"{told['compile_seconds']:.1f}"
-        table.add_row(name, escape(told["name"]), told["backend"], escape(shapes), size, age, seconds)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+        table.add_row(name, escape(told["name"]), told["backend"], escape(inputs), size, age, seconds)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    if most is not None and len(found) > most:
+        console.print(f"and {len(found) - most} older: graphrl cache list --all")
 
 
 def _bytes(count: float) -> str:

@@ -25,7 +25,7 @@ class Explain:
 
     The object: a graph, a compiled graph or update, a program, or a function that returns one."""
     example: str | None = None
-    """Name of a batch in the same file, to compile a plain graph for."""
+    """Name of a batch in the same file, to compile for."""
     backend: str = "inductor"
     """Backend to compile a plain graph with."""
     html: str | None = None
@@ -100,6 +100,8 @@ def describe(target: Any, example: Any, backend: str) -> Any:
     if inspect.isroutine(target) and not isinstance(target, known):
         target = made(target)
     if isinstance(target, known):
+        if example is not None and not isinstance(target, Program):
+            target.warm_up(example() if callable(example) else example)
         return explain(target)
     if isinstance(target, TensorDictModuleBase):
         if example is not None:
