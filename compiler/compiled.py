@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from graphrl.compiler.program import Port, Program
 from graphrl.compiler.shapes import quiet_fakes
 from graphrl.compiler.specialization import Specialization, result_of
 from graphrl.compiler.trace import as_example, common_leading, missing_key, trace
-from graphrl.compiler.undo import Undo, kept_random_state
+from graphrl.compiler.undo import COMPILING, Undo, kept_random_state
 from graphrl.compiler.verify import verify_lowered
 from graphrl.errors import CompileError, GraphError, KeyMissingError, ParityError, SpecError, did_you_mean
 from graphrl.graph import KeyedGraph
@@ -128,7 +127,6 @@ class CompiledGraph(TensorDictModuleBase):
     def _reset(self) -> None:
         self._entries: dict[Specialization, Entry] = {}
         self._fixed_only: dict[Specialization, str] = {}  # why there is no program for any batch size
-        self._lock = threading.RLock()
         self._look_at_modules()
         self._last: tuple[Specialization, Entry] | None = (
             None  # one attribute: another thread may replace it at any moment
@@ -294,11 +292,19 @@ class CompiledGraph(TensorDictModuleBase):
             if not isinstance(value, Tensor):
                 raise SpecError(f"{name!r} is a {type(value).__name__}: expected a tensor")
         modes, needs_grad = self._modes.now(), self._needs_grad(inputs)
-        with self._lock:
-            for key, entry in self._entries.items():
+
+        def fitting() -> Entry | None:
+            for key, entry in list(self._entries.items()):
                 if key.modes == modes and key.needs_grad == needs_grad and key.fits(inputs, batch_size):
                     self._last = key, entry
                     return entry
+            return None
+
+        if (entry := fitting()) is not None:
+            return entry
+        with COMPILING:
+            if (entry := fitting()) is not None:  # another thread has just compiled it
+                return entry
             with kept_random_state():
                 size = self._guess_batch_size(inputs) if batch_size is None else batch_size
                 signature = tuple((t.shape, t.dtype, t.device) for t in inputs)
@@ -415,7 +421,8 @@ class CompiledGraph(TensorDictModuleBase):
 
         def other(inputs: Sequence[Tensor]) -> Bound:
             self.retraces.append("a library's code took another branch")
-            with step_line(f"compile {type(self.graph).__name__} with {self.backend}, another branch"), torch.no_grad():
+            told = f"compile {type(self.graph).__name__} with {self.backend}, another branch"
+            with COMPILING, kept_random_state(), step_line(told), torch.no_grad():
                 return self._bind(self._example(inputs, example.batch_size), False, eager)[-1]
 
         otherwise = OtherBranches(other, eager) if program.branched else eager
@@ -442,7 +449,7 @@ class CompiledGraph(TensorDictModuleBase):
         return td
 
     def _forget(self, reason: str) -> None:
-        with self._lock:
+        with COMPILING:
             self._entries.clear()
             self._fixed_only.clear()
             self._last = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Undo", "kept_random_state"]
+__all__ = ["COMPILING", "Undo", "kept_random_state"]
+
+COMPILING = threading.RLock()
+"""Held while anything is compiled: tracing sets switches of torch that all threads share, and ``make_fx`` patches torch."""
 
 _UNDECLARED_WRITES = {
     getattr(torch.ops.aten, f"{name}batch_norm"): ("running_mean", "running_var")

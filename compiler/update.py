@@ -12,7 +12,7 @@ from torch import Tensor
 from graphrl.compiler.compiled import MAX_PROGRAMS, Entry
 from graphrl.compiler.metrics import Metrics
 from graphrl.compiler.passes.lower_precision import check_precision
-from graphrl.compiler.undo import kept_random_state
+from graphrl.compiler.undo import COMPILING, kept_random_state
 from graphrl.compiler.update_entry import UpdateEntry
 from graphrl.errors import NonFiniteError, SpecError
 from graphrl.progress import step_line
@@ -159,7 +159,7 @@ class CompiledUpdate:
             elif (inputs := entry.inputs_for(batch, index, options)) is not None:
                 self._last = entry
                 return entry, inputs
-        with step_line(f"compile update with {self.backend}"), kept_random_state():
+        with COMPILING, step_line(f"compile update with {self.backend}"), kept_random_state():
             entry = UpdateEntry(self.step, batch, index, options, **self._lowering)
         if self._entries:
             self.retraces.append(entry.summary.reason)
