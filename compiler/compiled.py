@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from graphrl.compiler.against_eager import check_against_eager, resized, served_sizes
 from graphrl.compiler.backends import get_backend
+from graphrl.compiler.backends.base import written_inputs
 from graphrl.compiler.branches import OtherBranches
 from graphrl.compiler.differentiate import lower_differentiable
 from graphrl.compiler.guards import Bound, Modes, StateChanged, operations_watched
@@ -241,12 +242,17 @@ class CompiledGraph(TensorDictModuleBase):
 
     def _run(self, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> Sequence[Tensor]:
         entry = self._entry_for(inputs, batch_size)
+        given = inputs
         for t in inputs:
             if not t.is_contiguous() or t.is_neg():
                 inputs = [t.resolve_neg().contiguous() for t in inputs]
                 break
         try:
-            return entry.run(inputs)
+            outputs = entry.run(inputs)
+            if inputs is not given and not entry.differentiable:
+                for i in written_inputs(entry.program):  # code that writes its input writes the caller's
+                    given[i].copy_(inputs[i])
+            return outputs
         except StateChanged as change:
             self._forget(str(change))
             return self._run(inputs, batch_size)
