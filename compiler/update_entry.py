@@ -189,7 +189,10 @@ class UpdateEntry:
         """Update once. Returns the metrics, and whether the update was made: no flag of the program was down."""
         with torch.no_grad():
             outputs = self._lowered([*inputs, *state, *[n.draw() for n in self.program.noise]])
-        return self._metrics.rebuild(outputs[: len(self._metrics.keys)]), all(outputs[i] for i in self._flags)
+        down = [self.program.outputs[i].key for i in self._flags if not outputs[i]]
+        if down:
+            self._check_failed = CHECKED in down
+        return self._metrics.rebuild(outputs[: len(self._metrics.keys)]), not down
 
     def live_state(self) -> list[Tensor]:
         """The weights, moments and learning rates to run with."""
@@ -226,8 +229,13 @@ class UpdateEntry:
             self._eager(batch, index)
         finally:
             handle.remove()
+        if not wrong and self._check_failed:
+            raise TraceError(
+                f"a check of the step, {' or '.join(self.program.assumptions)}, passes by another way than on the batch "
+                "it was compiled for: test one tensor in it, (a | b).all() rather than a.all() or b.all()"
+            )
         if not wrong:  # rounding decides, or the draws do, which this second run made anew
-            return "a gradient is NaN or infinite, or a check made in the step fails; run again eagerly, neither is so"
+            return "a gradient is NaN or infinite; run again eagerly, none is"
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         return f"{', '.join(wrong[:4])}{more} is NaN or infinite"
 

@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.distributions import Normal
 
 import graphrl as grl
-from graphrl.errors import GraphRLError, NonFiniteError, SpecError
+from graphrl.errors import GraphRLError, NonFiniteError, SpecError, TraceError
 
 
 class ActorCritic:
@@ -296,3 +296,20 @@ def test_a_parameter_put_in_place_of_another_is_the_one_that_is_trained():
     optimizer.param_groups[0]["params"][1] = weights[2]
     update(td)
     assert distance([w.detach() for w in weights], [torch.full((3,), v) for v in (0.8, 0.9, 0.9)]) < 1e-6
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_a_check_that_passes_by_another_way_is_told_and_not_skipped(on_nonfinite):
+    owner = Regression()
+
+    def step(td):
+        assert (td["y"] > 0).all() or (td["y"] < 0).all()
+        return owner.step(td)
+
+    update = grl.compile_update(step, backend="eager", on_nonfinite=on_nonfinite)
+    td = batch().set("y", torch.ones(16, 1, dtype=torch.float64))
+    update(td)
+    before = [t.clone() for t in owner.tensors()]
+    with pytest.raises(TraceError, match="passes by another way"):
+        update(td.set("y", -td["y"]))
+    assert distance(before, owner.tensors()) == 0 and update.skipped == 0
