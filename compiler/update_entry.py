@@ -231,8 +231,8 @@ class UpdateEntry:
             handle.remove()
         if not wrong and self._check_failed:
             raise TraceError(
-                f"a check of the step, {' or '.join(self.program.assumptions)}, passes by another way than on the batch "
-                "it was compiled for: test one tensor in it, (a | b).all() rather than a.all() or b.all()"
+                f"a check of the step, {' or '.join(self.program.assumptions)}, passes by another way than on the "
+                "batch it was compiled for: test one tensor in it, (a | b).all() rather than a.all() or b.all()"
             )
         if not wrong:  # rounding decides, or the draws do, which this second run made anew
             return "a gradient is NaN or infinite; run again eagerly, none is"
