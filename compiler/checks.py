@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-__all__ = ["CHECKED", "Checks"]
+__all__ = ["CHECKED", "Checks", "may_go_on"]
 
 CHECKED = ("graphrl", "checked")
 """Key of a program's last output where traced code made checks: a 0-d flag, true when all would pass again."""
@@ -65,6 +66,14 @@ class Checks:
             condition = condition if truth else condition.logical_not()
             flag = condition if flag is None else flag.logical_and(condition)
         return () if flag is None else (flag,)
+
+
+def may_go_on(assumptions: Iterable[str]) -> bool:
+    """Whether code may go on where one of its checks comes out another way, as in ``assert a or b``.
+
+    Argument checks of ``torch.distributions`` can but raise.
+    """
+    return any(not line.startswith("distribution.py:") for line in assumptions)
 
 
 @functools.lru_cache(maxsize=4096)

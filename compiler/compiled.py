@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from graphrl.compiler.against_eager import check_against_eager, resized, served_sizes
 from graphrl.compiler.backends import get_backend
+from graphrl.compiler.backends.base import written_inputs
 from graphrl.compiler.branches import OtherBranches
 from graphrl.compiler.differentiate import lower_differentiable
 from graphrl.compiler.guards import Bound, Modes, StateChanged, operations_watched
@@ -27,7 +27,7 @@ from graphrl.compiler.program import Port, Program
 from graphrl.compiler.shapes import quiet_fakes
 from graphrl.compiler.specialization import Specialization, result_of
 from graphrl.compiler.trace import as_example, common_leading, missing_key, trace
-from graphrl.compiler.undo import Undo, kept_random_state
+from graphrl.compiler.undo import COMPILING, Undo, kept_random_state
 from graphrl.compiler.verify import verify_lowered
 from graphrl.errors import CompileError, GraphError, KeyMissingError, ParityError, SpecError, did_you_mean
 from graphrl.graph import KeyedGraph
@@ -128,7 +128,6 @@ class CompiledGraph(TensorDictModuleBase):
     def _reset(self) -> None:
         self._entries: dict[Specialization, Entry] = {}
         self._fixed_only: dict[Specialization, str] = {}  # why there is no program for any batch size
-        self._lock = threading.RLock()
         self._look_at_modules()
         self._last: tuple[Specialization, Entry] | None = (
             None  # one attribute: another thread may replace it at any moment
@@ -243,12 +242,17 @@ class CompiledGraph(TensorDictModuleBase):
 
     def _run(self, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> Sequence[Tensor]:
         entry = self._entry_for(inputs, batch_size)
+        given = inputs
         for t in inputs:
             if not t.is_contiguous() or t.is_neg():
                 inputs = [t.resolve_neg().contiguous() for t in inputs]
                 break
         try:
-            return entry.run(inputs)
+            outputs = entry.run(inputs)
+            if inputs is not given and not entry.differentiable:
+                for i in written_inputs(entry.program):  # code that writes its input writes the caller's
+                    given[i].copy_(inputs[i])
+            return outputs
         except StateChanged as change:
             self._forget(str(change))
             return self._run(inputs, batch_size)
@@ -294,11 +298,19 @@ class CompiledGraph(TensorDictModuleBase):
             if not isinstance(value, Tensor):
                 raise SpecError(f"{name!r} is a {type(value).__name__}: expected a tensor")
         modes, needs_grad = self._modes.now(), self._needs_grad(inputs)
-        with self._lock:
-            for key, entry in self._entries.items():
+
+        def fitting() -> Entry | None:
+            for key, entry in list(self._entries.items()):
                 if key.modes == modes and key.needs_grad == needs_grad and key.fits(inputs, batch_size):
                     self._last = key, entry
                     return entry
+            return None
+
+        if (entry := fitting()) is not None:
+            return entry
+        with COMPILING:
+            if (entry := fitting()) is not None:  # another thread has just compiled it
+                return entry
             with kept_random_state():
                 size = self._guess_batch_size(inputs) if batch_size is None else batch_size
                 signature = tuple((t.shape, t.dtype, t.device) for t in inputs)
@@ -415,7 +427,8 @@ class CompiledGraph(TensorDictModuleBase):
 
         def other(inputs: Sequence[Tensor]) -> Bound:
             self.retraces.append("a library's code took another branch")
-            with step_line(f"compile {type(self.graph).__name__} with {self.backend}, another branch"), torch.no_grad():
+            told = f"compile {type(self.graph).__name__} with {self.backend}, another branch"
+            with COMPILING, kept_random_state(), step_line(told), torch.no_grad():
                 return self._bind(self._example(inputs, example.batch_size), False, eager)[-1]
 
         otherwise = OtherBranches(other, eager) if program.branched else eager
@@ -442,7 +455,7 @@ class CompiledGraph(TensorDictModuleBase):
         return td
 
     def _forget(self, reason: str) -> None:
-        with self._lock:
+        with COMPILING:
             self._entries.clear()
             self._fixed_only.clear()
             self._last = None

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, fx
 
-from graphrl.compiler.checks import CHECKED
+from graphrl.compiler.checks import CHECKED, may_go_on
 from graphrl.compiler.guards import LiveState
 from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.lowering import module_slots
@@ -19,6 +19,7 @@ from graphrl.compiler.passes.guard_nonfinite import guard_writes
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.trace import JointProgram, trace_joint
+from graphrl.compiler.undo import random_states, set_random_states
 from graphrl.compiler.verify import verify_lowered
 from graphrl.errors import CompileError
 
@@ -77,12 +78,17 @@ def lower_differentiable(
     function = _autograd_function(whole, unread, saved_from, run_forward, run_backward)
     checked = whole.outputs[-1].key == CHECKED
     n_out = len(whole.outputs) - checked
+    generators = {n.device for n in forward.noise} if may_go_on(forward.assumptions) else set()
 
     def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         rows = inputs[0].shape[0] if dynamic else None
+        before = random_states(generators) if checked else []
         draws = [n.draw(rows) for n in forward.noise]
         outputs = function.apply(*inputs, *live(), *draws, *(read() for read in reads))
-        return eager(inputs) if checked and not outputs[n_out] else outputs[:n_out]
+        if checked and not outputs[n_out]:
+            set_random_states(before)
+            return eager(inputs)
+        return outputs[:n_out]
 
     return Differentiable(forward, backward, name, (*refusals, *more), parity, run)
 

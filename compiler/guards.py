@@ -14,8 +14,9 @@ from torch.distributions import Distribution
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from graphrl.compiler.backends import Lowered
-from graphrl.compiler.checks import CHECKED
+from graphrl.compiler.checks import CHECKED, may_go_on
 from graphrl.compiler.program import Program
+from graphrl.compiler.undo import random_states, set_random_states
 from graphrl.graph import KeyedGraph
 
 try:  # which transform of torch.func is at work; private, checked with torch 2.13
@@ -114,6 +115,7 @@ class Bound:
         self._live = LiveState(program)
         self._lowered = lowered
         self._noise = program.noise
+        self._generators = {n.device for n in program.noise} if may_go_on(program.assumptions) else set()
         self._dynamic = program.dynamic
         self._reuses_noise = _noise_stays_inside(program)
         self._mine = threading.local()
@@ -127,20 +129,25 @@ class Bound:
         return self._otherwise(inputs) if outputs is None else outputs
 
     def attempt(self, inputs: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        """The results, or ``None`` where a check fails; no state is written then."""
-        outputs = self._lowered([*inputs, *self._live(), *self._draws(inputs)])
+        """The results, or ``None`` where a check fails: no state is written then, and the draws can be made again."""
         if not self._checked:
+            return self._lowered([*inputs, *self._live(), *self._draws(inputs)])
+        before = random_states(self._generators)
+        *outputs, passed = self._lowered([*inputs, *self._live(), *self._draws(inputs)])
+        if passed:
             return outputs
-        *outputs, passed = outputs
-        return outputs if passed else None
+        set_random_states(before)
+        return None
 
     def into(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Run and leave the results in ``outputs``."""
         if self._write_into is not None and all(t.is_contiguous() for t in outputs):
             flag = [torch.empty((), dtype=torch.bool)] if self._checked else []
+            before = random_states(self._generators) if flag else []
             self._write_into([*inputs, *self._live(), *self._draws(inputs)], [*outputs, *flag])
             if not flag or flag[0]:
                 return
+            set_random_states(before)
         for target, value in zip(outputs, self(inputs), strict=True):
             target.copy_(value)
 

@@ -104,7 +104,7 @@ class TracedOptimizers:
             if len(optimizer.param_groups) != count:
                 return True
             group = optimizer.param_groups[i]
-            if [group.get(name) for name in names] != values or len(group["params"]) != params:
+            if [group.get(name) for name in names] != values or _other(group["params"], params):
                 return True
         return False
 
@@ -211,10 +211,14 @@ def _as_tensor(rate: Any, optimizer: Optimizer) -> Tensor:
     return torch.as_tensor(rate, dtype=torch.float64).detach().clone().to(device)
 
 
-def _hyperparameters(optimizer: Optimizer, group: dict[str, Any]) -> tuple[int, list[str], list[Any], int]:
-    """What the trace turns into constants: the number of groups, plain values by name, the number of parameters."""
+def _hyperparameters(optimizer: Optimizer, group: dict[str, Any]) -> tuple[int, list[str], list[Any], list[Tensor]]:
+    """What the trace turns into constants: the number of groups, plain values by name, the parameters."""
     names = [k for k, v in group.items() if k not in ("params", "lr", "initial_lr") and _is_plain(v)]
-    return len(optimizer.param_groups), names, [group[k] for k in names], len(group["params"])
+    return len(optimizer.param_groups), names, [group[k] for k in names], [*group["params"]]
+
+
+def _other(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) != len(b) or any(x is not y for x, y in zip(a, b, strict=True))
 
 
 def _is_plain(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Undo", "kept_random_state"]
+__all__ = ["COMPILING", "Undo", "kept_random_state", "random_states", "set_random_states"]
+
+COMPILING = threading.RLock()
+"""Held while anything is compiled: tracing sets switches that all threads share, and ``make_fx`` patches torch."""
 
 _UNDECLARED_WRITES = {
     getattr(torch.ops.aten, f"{name}batch_norm"): ("running_mean", "running_var")
@@ -33,6 +37,20 @@ def kept_random_state() -> Iterator[None]:
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
+
+
+def random_states(devices: Iterable[torch.device]) -> list[tuple[torch.device, Tensor]]:
+    """The present states of the devices' generators, for :func:`set_random_states`."""
+    return [(d, torch.cuda.get_rng_state(d) if d.type == "cuda" else torch.get_rng_state()) for d in devices]
+
+
+def set_random_states(states: Iterable[tuple[torch.device, Tensor]]) -> None:
+    """Go back: what was drawn since is drawn again."""
+    for device, state in states:
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
 
 
 class Undo(TorchDispatchMode):

@@ -9,10 +9,11 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from graphrl.compiler.backends import get_backend
 from graphrl.compiler.compiled import MAX_PROGRAMS, Entry
 from graphrl.compiler.metrics import Metrics
 from graphrl.compiler.passes.lower_precision import check_precision
-from graphrl.compiler.undo import kept_random_state
+from graphrl.compiler.undo import COMPILING, kept_random_state
 from graphrl.compiler.update_entry import UpdateEntry
 from graphrl.errors import NonFiniteError, SpecError
 from graphrl.progress import step_line
@@ -54,6 +55,9 @@ def compile_update(
     """
     if on_nonfinite not in ("raise", "skip"):
         raise SpecError(f"on_nonfinite={on_nonfinite!r}: expected 'raise' or 'skip'")
+    if not callable(step):
+        raise SpecError(f"the step is a {type(step).__name__}: expected a function, step(batch) -> metrics")
+    get_backend(backend)
     options: dict[str, Any] = {"backend": backend, "strict": strict, "verify": verify, "precision": precision}
     update = CompiledUpdate(step, on_nonfinite=on_nonfinite, **options)
     if example is not None:
@@ -115,6 +119,8 @@ class CompiledUpdate:
             found = f"{indices.dtype} {list(indices.shape)}" if isinstance(indices, Tensor) else type(indices).__name__
             raise SpecError(f"indices is {found}: expected a table of row numbers, int64 [minibatches, rows]")
         entry, inputs = self._entry_for(batch, indices[0], options)
+        if stop_key is not None:
+            entry.check_stop_key(stop_key)
         state, done = entry.live_state(), []
         for row in indices.contiguous().unbind(0):
             self.calls += 1
@@ -159,7 +165,7 @@ class CompiledUpdate:
             elif (inputs := entry.inputs_for(batch, index, options)) is not None:
                 self._last = entry
                 return entry, inputs
-        with step_line(f"compile update with {self.backend}"), kept_random_state():
+        with COMPILING, step_line(f"compile update with {self.backend}"), kept_random_state():
             entry = UpdateEntry(self.step, batch, index, options, **self._lowering)
         if self._entries:
             self.retraces.append(entry.summary.reason)

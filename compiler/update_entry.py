@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ from graphrl.compiler.tracing import tracing
 from graphrl.compiler.undo import Undo, kept_random_state
 from graphrl.compiler.update_verify import verify_update
 from graphrl.compiler.verify import verify_lowered
-from graphrl.errors import KeyMissingError, NonFiniteError, SpecError, TraceError
+from graphrl.errors import KeyMissingError, NonFiniteError, SpecError, TraceError, did_you_mean
 from graphrl.keys import Key, encode_key, normalize_key
 
 __all__ = ["UpdateEntry"]
@@ -171,6 +172,8 @@ class UpdateEntry:
             return None
         if options != self.options or self.stale():
             return None
+        if any(type(value) is not type(self.options[name]) for name, value in options.items()):  # True == 1 == 1.0
+            return None
         inputs = [batch.get(key, None) for key in self._keys]
         if index is not None:
             inputs.append(index)
@@ -186,7 +189,10 @@ class UpdateEntry:
         """Update once. Returns the metrics, and whether the update was made: no flag of the program was down."""
         with torch.no_grad():
             outputs = self._lowered([*inputs, *state, *[n.draw() for n in self.program.noise]])
-        return self._metrics.rebuild(outputs[: len(self._metrics.keys)]), all(outputs[i] for i in self._flags)
+        down = [self.program.outputs[i].key for i in self._flags if not outputs[i]]
+        if down:
+            self._check_failed = CHECKED in down
+        return self._metrics.rebuild(outputs[: len(self._metrics.keys)]), not down
 
     def live_state(self) -> list[Tensor]:
         """The weights, moments and learning rates to run with."""
@@ -198,6 +204,15 @@ class UpdateEntry:
                 return self._live()
         except StateChanged as change:
             raise TraceError(f"{change} since this update was compiled: compile it again") from None
+
+    def check_stop_key(self, key: Any) -> None:
+        """Raise :class:`SpecError` unless the metric of that key is one number."""
+        sizes = {k: p.shape for k, p in zip(self._metrics.keys, self.program.outputs, strict=False)}
+        found = sizes.get(key)
+        if found is None:
+            raise SpecError(f"stop_key {key!r}: no such metric; there are {list(sizes)}.{did_you_mean(key, sizes)}")
+        if math.prod(found) != 1:
+            raise SpecError(f"stop_key {key!r} has shape {list(found)}: expected a metric that is one number")
 
     def why_not_made(self, batch: TensorDictBase, index: Tensor | None, metrics: Metrics) -> str:
         """What kept an update from being made. A check that fails raises here, in the step's own words."""
@@ -214,8 +229,13 @@ class UpdateEntry:
             self._eager(batch, index)
         finally:
             handle.remove()
+        if not wrong and self._check_failed:
+            raise TraceError(
+                f"a check of the step, {' or '.join(self.program.assumptions)}, passes by another way than on the "
+                "batch it was compiled for: test one tensor in it, (a | b).all() rather than a.all() or b.all()"
+            )
         if not wrong:  # rounding decides, or the draws do, which this second run made anew
-            return "a gradient is NaN or infinite, or a check made in the step fails; run again eagerly, neither is so"
+            return "a gradient is NaN or infinite; run again eagerly, none is"
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         return f"{', '.join(wrong[:4])}{more} is NaN or infinite"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphrl.compiler.program import Program
 
-__all__ = ["Backend", "Lowered", "Refusal", "written_input"]
+__all__ = ["Backend", "Lowered", "Refusal", "written_input", "written_inputs"]
 
 Lowered = Callable[[list[Tensor]], Sequence[Tensor]]
 """A lowered program: takes the values of all placeholders (inputs, state, draws) in one list, returns the outputs."""
@@ -26,11 +26,15 @@ class Refusal:
 
 def written_input(program: Program) -> Refusal | None:
     """A refusal where the program writes into one of its inputs, as ``x.add_(1)`` on a batch entry does."""
-    places = program.placeholders()[: len(program.inputs)]
-    for port, place in zip(program.inputs, places, strict=True):
-        if any(user.target is torch.ops.aten.copy_.default and user.args[0] is place for user in place.users):
-            return Refusal(f"the graph writes into its input {port.key!r}: compute a new tensor instead")
+    for i in written_inputs(program):
+        return Refusal(f"the graph writes into its input {program.inputs[i].key!r}: compute a new tensor instead")
     return None
+
+
+def written_inputs(program: Program) -> list[int]:
+    """The positions of the inputs that the program writes into."""
+    writes = [n.args[0] for n in program.graph_module.graph.nodes if n.target is torch.ops.aten.copy_.default]
+    return [i for i, place in enumerate(program.placeholders()[: len(program.inputs)]) if place in writes]
 
 
 class Backend(Protocol):

@@ -161,3 +161,28 @@ def test_a_traced_program_states_what_it_took_for_granted():
     assert program.out_keys == ["y"]
     assert [line.split(": ")[1] for line in program.assumptions] == ["x.isfinite().all()", "(x.abs() > 10).any()"]
     assert "x.isfinite().all()" in str(grl.explain(grl.compile(graph_of(asserting), batch_of(torch.ones(3, 2)))))
+
+
+def one_sign(x):
+    noise = torch.randn_like(x)
+    assert (x > 0).all() or (x < 0).all(), "x has both signs"
+    return x + noise
+
+
+@pytest.mark.parametrize("backend", ["eager", "native"])
+@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
+def test_a_check_that_comes_out_another_way_leaves_eagers_draws(backend, grad):
+    graph = graph_of(one_sign)
+    fast = grl.compile(graph, batch_of(torch.ones(4, 2)), backend=backend)
+    x = -torch.ones(4, 2)
+    fast.call(x.clone().requires_grad_(grad))
+    for _ in range(2):
+        drawn = []
+        for g in (graph, fast):
+            torch.manual_seed(1)
+            drawn.append((g(batch_of(x.clone().requires_grad_(grad)))["y"], torch.rand(3)))
+        assert torch.equal(drawn[0][0], drawn[1][0]) and torch.equal(drawn[0][1], drawn[1][1])
+    into = torch.empty(4, 2)
+    torch.manual_seed(1)
+    fast.call_into([x], [into])
+    assert torch.equal(into, drawn[0][0])

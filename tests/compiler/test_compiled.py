@@ -411,3 +411,13 @@ def test_a_replaced_module_is_used_at_the_next_call():
         graph[0].module = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
         torch.testing.assert_close(fast.call(x)[0], graph(x))
     assert fast.retraces == ["a module was replaced by another"]
+
+
+def test_code_that_writes_its_input_writes_one_that_lies_transposed():
+    def double(x, y):
+        return x.mul_(2) + y
+
+    fast = grl.compile(grl.KeyedGraph((double, ["x", "y"], ["z"])), backend="eager")
+    x, y = torch.ones(2, 3).t(), torch.ones(1, 2).expand(3, 2)
+    with torch.no_grad():
+        assert torch.equal(fast.call(x, y)[0], torch.full((3, 2), 3.0)) and torch.equal(x, torch.full((3, 2), 2.0))

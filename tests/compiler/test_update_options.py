@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.distributions import Normal
 
 import graphrl as grl
-from graphrl.errors import GraphRLError, NonFiniteError, SpecError
+from graphrl.errors import GraphRLError, NonFiniteError, SpecError, TraceError
 
 
 class ActorCritic:
@@ -249,3 +249,67 @@ def test_every_optimiser_of_torch_is_followed_or_refused_by_name(name):
         eager.step(batch(seed=i))
     allowed = 1e-6 if name in ("ASGD", "NAdam") else 1e-10  # both keep a running factor in float32
     assert distance(compiled.tensors(), eager.tensors()) < allowed
+
+
+def test_options_of_another_type_choose_another_program():
+    owner = Regression()
+    update = grl.compile_update(lambda td, k: owner.step(td) | {"kind": td["x"].sum() * 0 + isinstance(k, bool)},
+                                backend="eager")  # fmt: skip
+    assert [float(update(batch(), k=k)["kind"]) for k in (1, True, 1.0, 1)] == [0, 1, 0, 0]
+    assert len(update.entries()) == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "message"), [("los", "no such metric.*Did you mean 'loss'"), ("rows", r"has shape \[8\]")]
+)
+def test_a_wrong_stop_key_is_told_before_any_update(key, message):
+    owner = Regression()
+    update = grl.compile_update(lambda td: owner.step(td) | {"rows": td["x"].sum(-1)}, backend="eager")
+    before = [t.clone() for t in owner.net.parameters()]
+    with pytest.raises(SpecError, match=message):
+        update.epoch(batch(32), torch.randperm(32).view(4, 8), stop_key=key, stop_above=0.0)
+    assert distance(before, list(owner.net.parameters())) == 0
+
+
+def test_a_wrong_backend_or_step_is_told_at_once():
+    with pytest.raises(GraphRLError, match="no backend 'induktor'"):
+        grl.compile_update(lambda td: None, backend="induktor")
+    with pytest.raises(SpecError, match="the step is a NoneType"):
+        grl.compile_update(None)
+
+
+def test_a_parameter_put_in_place_of_another_is_the_one_that_is_trained():
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    optimizer = optim.SGD(weights[:2], 0.1)
+
+    def step(td):
+        loss = sum((w * td["x"]).sum() for w in weights)
+        for w in weights:
+            w.grad = None
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss}
+
+    update = grl.compile_update(step, backend="eager")
+    td = TensorDict(x=torch.ones(3), batch_size=[])
+    update(td)
+    optimizer.param_groups[0]["params"][1] = weights[2]
+    update(td)
+    assert distance([w.detach() for w in weights], [torch.full((3,), v) for v in (0.8, 0.9, 0.9)]) < 1e-6
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_a_check_that_passes_by_another_way_is_told_and_not_skipped(on_nonfinite):
+    owner = Regression()
+
+    def step(td):
+        assert (td["y"] > 0).all() or (td["y"] < 0).all()
+        return owner.step(td)
+
+    update = grl.compile_update(step, backend="eager", on_nonfinite=on_nonfinite)
+    td = batch().set("y", torch.ones(16, 1, dtype=torch.float64))
+    update(td)
+    before = [t.clone() for t in owner.tensors()]
+    with pytest.raises(TraceError, match="passes by another way"):
+        update(td.set("y", -td["y"]))
+    assert distance(before, owner.tensors()) == 0 and update.skipped == 0
