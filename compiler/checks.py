@@ -53,6 +53,14 @@ class Checks:
             self.lines.append(line)
         return truth
 
+    def require(self, tensor: Tensor, line: str) -> None:
+        """Note a condition that an operation itself asks for: it holds while tracing, or eager would have failed."""
+        if self._known is not None:
+            self._known.pop(0)
+        self._conditions.append((tensor.detach(), True))
+        if line not in self.lines:
+            self.lines.append(line)
+
     def replay(self) -> None:
         """From here on give the answers given so far, in their order: the tensors to come may have no values."""
         self._known, self._conditions = [truth for _, truth in self._conditions], []

@@ -18,7 +18,7 @@ from graphrl.compiler.backends import get_backend
 from graphrl.compiler.backends.base import written_inputs
 from graphrl.compiler.branches import OtherBranches
 from graphrl.compiler.differentiate import lower_differentiable
-from graphrl.compiler.guards import Bound, Modes, StateChanged, operations_watched
+from graphrl.compiler.guards import Bound, Modes, StateChanged, operations_watched, raise_index_error
 from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.passes.guard_nonfinite import guard_writes
 from graphrl.compiler.passes.lower_precision import check_precision
@@ -72,6 +72,8 @@ def compile(
     if not isinstance(graph, TensorDictModuleBase):
         graph = KeyedGraph(graph)
     get_backend(backend)
+    if dynamic not in (None, True, False):
+        raise SpecError(f"dynamic={dynamic!r}: expected None, True or False")
     from graphrl.compiler.chain import CompiledChain  # it is built on CompiledGraph
 
     kind = CompiledChain if any(is_opaque(m) for m in graph.modules()) else CompiledGraph
@@ -256,6 +258,9 @@ class CompiledGraph(TensorDictModuleBase):
         except StateChanged as change:
             self._forget(str(change))
             return self._run(inputs, batch_size)
+        except RuntimeError as error:
+            raise_index_error(error, type(self.graph).__name__)
+            raise
 
     def _entry_for(self, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> Entry:
         if not self._modes.same_modules():

@@ -28,7 +28,7 @@ except ImportError:
         return None
 
 
-__all__ = ["Bound", "LiveState", "Modes", "StateChanged", "operations_watched"]
+__all__ = ["Bound", "LiveState", "Modes", "StateChanged", "operations_watched", "raise_index_error"]
 
 _MODELESS = {
     *(nn.Linear, nn.Identity, nn.Flatten, nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Embedding),
@@ -41,6 +41,12 @@ _MODELESS = {
 def operations_watched() -> bool:
     """Whether someone traces, or transforms (``torch.func``), each operation: compiled code would hide them."""
     return is_in_torch_dispatch_mode() or maybe_current_level() is not None
+
+
+def raise_index_error(error: RuntimeError, what: str) -> None:
+    """Raise eager's kind of error where ``error`` is generated code's own report of an index out of range."""
+    if "index out of bounds" in str(error):
+        raise IndexError(f"an index in {what} is out of range; run it eagerly to see which") from error
 
 
 class Modes:

@@ -22,16 +22,18 @@ import graphrl
 from graphrl.compiler.checks import Checks
 from graphrl.errors import TraceError
 
-__all__ = ["tracing"]
+__all__ = ["OF_AN_UPDATE", "tracing"]
 
-_WAYS_OUT = (
-    "Use torch.where or torch.cond there, or mark the graph's node as grl.opaque(...): it then stays a plain call "
-    "between two programs"
+_OF_A_GRAPH = "Use torch.where there, or mark the graph's node as grl.opaque(...): it then stays a plain call between two programs"
+OF_AN_UPDATE = (
+    "Use torch.where there, return the tensor itself as a metric, or decide outside: plain options choose between "
+    "programs, update(batch, update_actor=True)"
 )
+"""Ways out of code that cannot be traced, for the two things that are."""
 
 
 @contextlib.contextmanager
-def tracing(what: str, *, recheck: bool, branches: bool = False) -> Iterator[Checks]:
+def tracing(what: str, *, recheck: bool, branches: bool = False, ways_out: str = _OF_A_GRAPH) -> Iterator[Checks]:
     """The state in which code is traced; yields the checks it makes. Tracer errors become :class:`TraceError`.
 
     Distributions check their arguments only where the program will check them again (``recheck``). ``branches``: a
@@ -50,13 +52,16 @@ def tracing(what: str, *, recheck: bool, branches: bool = False) -> Iterator[Che
         if shape is not None:
             raise TraceError(
                 f"{_where(what, error)} makes a tensor whose shape depends on values ({shape}): a program has fixed "
-                f"shapes. Keep every entry and use torch.where or a product with the mask. {_WAYS_OUT}"
+                f"shapes. Keep every entry and use torch.where or a product with the mask. {ways_out}"
             ) from error
         if any(sign in str(cause) for cause in _causes(error) for sign in _VALUE_SIGNS):
             raise TraceError(
                 f"{_where(what, error)} needs a tensor's value while it is traced: a program cannot branch on values "
-                f"with Python's if, bool(), float() or .item(). {_WAYS_OUT}"
+                f"with Python's if, bool(), float() or .item(). {ways_out}"
             ) from error
+        if any("HigherOrderOperator" in str(cause) for cause in _causes(error)):
+            raise TraceError(f"{_where(what, error)} calls torch.cond, or another operator that takes functions: a program "
+                             f"is one flat list of operations. {ways_out}") from error  # fmt: skip
         raise
     finally:
         torch.distributions.Distribution.set_default_validate_args(validate)
@@ -94,6 +99,8 @@ class _TraceableCalls(TorchFunctionMode):
             return answer
         if name == "_is_all_true":  # what distributions ask; an operation of no backend
             return args[0].all()
+        if name == "one_hot":  # it looks at its values
+            return self._one_hot(*args, **kwargs)
         if name in _SHAPE_FROM_VALUES or (name == "where" and len(args) + len(kwargs) == 1):
             raise _ShapeFromValues(name)
         if name == "__getitem__" and any(_is_mask(i) for i in (args[1] if isinstance(args[1], tuple) else args[1:])):
@@ -105,6 +112,14 @@ class _TraceableCalls(TorchFunctionMode):
             func = Tensor.add_ if name.endswith("_") else Tensor.add
             args = (args[0], update)
         return func(*args, **kwargs)
+
+    def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
+        if num_classes <= 0:
+            raise _ShapeFromValues("one_hot without num_classes")
+        self.checks.require(
+            ((tensor >= 0) & (tensor < num_classes)).all(), f"one_hot: classes are 0 to {num_classes - 1}"
+        )
+        return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
 
 
 def _asking() -> FrameType:

@@ -158,6 +158,8 @@ class CompiledUpdate:
                     f"option {name} is a {type(value).__name__}: an option is a plain bool, number or string that "
                     "chooses a program; what changes from call to call belongs in the batch, as a tensor"
                 )
+            if value != value:
+                raise SpecError(f"option {name} is NaN, which equals nothing: every call would compile anew")
         for entry in list(self._entries):
             if entry.stale():
                 self._entries.remove(entry)
@@ -176,6 +178,9 @@ class CompiledUpdate:
         return entry, inputs
 
     def _not_made(self, entry: UpdateEntry, batch: TensorDictBase, index: Tensor | None, metrics: Metrics) -> None:
+        if self.on_nonfinite == "skip" and entry.is_nonfinite(batch, index, metrics):
+            self.skipped += 1
+            return
         reason = entry.why_not_made(batch, index, metrics)
         if self.on_nonfinite == "skip":
             self.skipped += 1

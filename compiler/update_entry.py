@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from graphrl.compiler.checks import CHECKED
 from graphrl.compiler.compiled import Entry
-from graphrl.compiler.guards import LiveState, Modes, StateChanged
+from graphrl.compiler.guards import LiveState, Modes, StateChanged, raise_index_error
 from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.lowering import lift_state, mark_mutated, module_slots, normalize
 from graphrl.compiler.metrics import Metrics, MetricShape
@@ -26,7 +27,7 @@ from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.reachable import find_reachable
 from graphrl.compiler.trace import refuse_opaque
-from graphrl.compiler.tracing import tracing
+from graphrl.compiler.tracing import OF_AN_UPDATE, tracing
 from graphrl.compiler.undo import Undo, kept_random_state
 from graphrl.compiler.update_verify import verify_update
 from graphrl.compiler.verify import verify_lowered
@@ -106,7 +107,7 @@ class UpdateEntry:
         self._trained = [t.requires_grad for t in self._parameters]
         undo = Undo(grads_of.values())
         try:
-            with torch.enable_grad(), tracing("the update", recheck=True) as checks, undo:
+            with torch.enable_grad(), tracing("the update", recheck=True, ways_out=OF_AN_UPDATE) as checks, undo:
                 with optimizers.traceable() as gradients:
 
                     def run_checked(*leaves: Tensor) -> tuple[Tensor, ...]:
@@ -134,7 +135,10 @@ class UpdateEntry:
         inputs = self.inputs_for(batch, index, self.options)
         assert inputs is not None
         if bad := self._nonfinite(self._eager(batch, index)):
-            raise NonFiniteError(f"the step's own {', '.join(bad)} is NaN or infinite on the batch it is compiled for")
+            raise NonFiniteError(
+                f"the step's own {', '.join(bad)} is NaN or infinite on the batch it is compiled for, and nothing was "
+                "updated: compile on an example that is finite and not empty"
+            )
         keys = self._metrics.keys
         verify_update(self.program, self._lowered, backend, inputs, keys, lambda td: self._eager(td, index), batch)
         with kept_random_state():
@@ -188,7 +192,11 @@ class UpdateEntry:
     def run(self, inputs: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Metrics, bool]:
         """Update once. Returns the metrics, and whether the update was made: no flag of the program was down."""
         with torch.no_grad():
-            outputs = self._lowered([*inputs, *state, *[n.draw() for n in self.program.noise]])
+            try:
+                outputs = self._lowered([*inputs, *state, *[n.draw() for n in self.program.noise]])
+            except RuntimeError as error:
+                raise_index_error(error, "the update")
+                raise
         down = [self.program.outputs[i].key for i in self._flags if not outputs[i]]
         if down:
             self._check_failed = CHECKED in down
@@ -213,6 +221,12 @@ class UpdateEntry:
             raise SpecError(f"stop_key {key!r}: no such metric; there are {list(sizes)}.{did_you_mean(key, sizes)}")
         if math.prod(found) != 1:
             raise SpecError(f"stop_key {key!r} has shape {list(found)}: expected a metric that is one number")
+
+    def is_nonfinite(self, batch: TensorDictBase, index: Tensor | None, metrics: Metrics) -> bool:
+        """Whether a metric, or what the step reads of the batch, is not finite."""
+        rows = batch if index is None else batch[index]
+        seen = [rows.get(key) for key in self._keys] + ([] if metrics is None else list(MetricShape().flatten(metrics)))
+        return any(t.is_floating_point() and not t.isfinite().all() for t in seen)
 
     def why_not_made(self, batch: TensorDictBase, index: Tensor | None, metrics: Metrics) -> str:
         """What kept an update from being made. A check that fails raises here, in the step's own words."""
@@ -259,7 +273,23 @@ def _first_run(
             bad = [encode_key(k) for k, t in zip(keys, tensors, strict=False) if not t.isfinite().all()]
             if not bad:
                 raise
-            raise NonFiniteError(f"the step fails on this batch: {', '.join(bad)} holds NaN or infinity") from error
+            raise NonFiniteError(
+                f"the step fails on this batch: {', '.join(bad)} holds NaN or infinity. Nothing was updated: compile on a "
+                "finite example"
+            ) from error
+        except KeyError as error:
+            wanted = re.search(r'key "(.+?)" not found in', str(error))
+            if wanted is None or isinstance(error, GraphRLError):
+                raise
+            hint = did_you_mean(wanted[1], map(encode_key, keys))
+            raise KeyMissingError(f"the step reads {wanted[1]!r}, but the batch has {list(keys)}.{hint}") from error
+        except TypeError as error:
+            if "'closure'" not in str(error):
+                raise
+            name = str(error).split(".")[0]
+            raise TraceError(
+                f"{name} cannot be traced: its step calls the loss itself. Take its step eagerly"
+            ) from error
         finally:
             undo.restore()
     return found

@@ -43,6 +43,8 @@ def run(arguments: list[str]) -> None:
     if isinstance(options, List):
         _show(None if options.all else NEWEST)
         return
+    if options.older_than < 0:
+        raise GraphRLError(f"cache: --older-than {options.older_than:g}: expected a number of days, 0 or more")
     count, freed = cache.clear(86400 * options.older_than, options.entry)
     if options.entry and not count:
         raise GraphRLError(f"cache: no entry {options.entry!r} in {cache.programs_dir()}: see graphrl cache list")
