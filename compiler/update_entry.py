@@ -24,7 +24,7 @@ from graphrl.compiler.passes.lift_random import lift_random
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.reachable import find_reachable
-from graphrl.compiler.trace import refuse_opaque
+from graphrl.compiler.trace import refuse_untraceable
 from graphrl.compiler.tracing import tracing
 from graphrl.compiler.undo import Undo, kept_random_state
 from graphrl.compiler.update_verify import verify_update
@@ -58,7 +58,7 @@ class UpdateEntry:
         self.step, self.options = step, dict(options)
         self.batch_size = batch.batch_size
         modules = find_reachable(step, nn.Module)
-        refuse_opaque(modules)
+        refuse_untraceable(modules)
         self._modes = Modes([m for _, root in modules for m in root.modules()])
         self._traced_modes = self._modes.now()
         keys = [normalize_key(k) for k in batch.keys(True, True) if isinstance(batch.get(k), Tensor)]
