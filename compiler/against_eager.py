@@ -51,7 +51,7 @@ def check_against_eager(
     """
     rounding = 4 * product_rounding(program)  # the backward half multiplies about twice as often
     written = [slot for slot in program.state if slot.mutated]
-    parameters = [p for _, root in modules_of(module) for p in root.parameters() if p.requires_grad]
+    parameters: list[Tensor] = [p for _, root in modules_of(module) for p in root.parameters() if p.requires_grad]
     parameters += [t for _, t in loose_tensors(module)]
     for inputs in batches:
         expected = _outcome(eager, inputs, written, parameters)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphrl.compiler.against_eager import check_against_eager, resized, served_sizes
 from graphrl.compiler.backends import get_backend

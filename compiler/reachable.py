@@ -53,7 +53,7 @@ def find_reachable(function: Callable[..., Any], kind: type[T]) -> list[tuple[st
 
 
 def modules_of(graph: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The graph itself, under no name, and each module it uses but does not hold: a network that a lambda node calls."""
+    """The graph itself, under no name, and modules it uses but does not hold: a network that a lambda node calls."""
     inside = set(graph.modules())
     found = [("", graph)]
     for name, module in _reached_from_inside(graph, nn.Module):

@@ -205,8 +205,8 @@ def refuse_untraceable(modules: Sequence[tuple[str, nn.Module]]) -> None:
         for name, module in root.named_modules():
             if isinstance(module, DistributedDataParallel):  # its forward prepares the reduction of each backward
                 raise TraceError(
-                    f"{'.'.join(filter(None, (prefix, name))) or 'the graph'} is DistributedDataParallel, which averages "
-                    "gradients outside any program: wrap what is compiled, DistributedDataParallel(grl.compile(graph)), "
+                    f"{'.'.join(filter(None, (prefix, name))) or 'the graph'} is DistributedDataParallel, which works "
+                    "around programs, not in them: wrap what is compiled, DistributedDataParallel(grl.compile(graph)), "
                     "and run backward and the optimiser eagerly"
                 )
             if is_opaque(module):
