@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graphrl.compiler.program import Program, StateSlot
+from graphrl.compiler.reachable import loose_tensors, modules_of
 from graphrl.compiler.shapes import batch_range
 from graphrl.compiler.undo import kept_random_state
 from graphrl.compiler.verify import ROUNDING, product_rounding, relative_error, vary
@@ -50,7 +51,8 @@ def check_against_eager(
     """
     rounding = 4 * product_rounding(program)  # the backward half multiplies about twice as often
     written = [slot for slot in program.state if slot.mutated]
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    parameters: list[Tensor] = [p for _, root in modules_of(module) for p in root.parameters() if p.requires_grad]
+    parameters += [t for _, t in loose_tensors(module)]
     for inputs in batches:
         expected = _outcome(eager, inputs, written, parameters)
         found = _outcome(compiled, inputs, written, parameters)

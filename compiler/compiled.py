@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphrl.compiler.against_eager import check_against_eager, resized, served_sizes
 from graphrl.compiler.backends import get_backend
@@ -24,6 +24,7 @@ from graphrl.compiler.passes.guard_nonfinite import guard_writes
 from graphrl.compiler.passes.lower_precision import check_precision
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
+from graphrl.compiler.reachable import loose_tensors, modules_of
 from graphrl.compiler.shapes import quiet_fakes
 from graphrl.compiler.specialization import Specialization, result_of
 from graphrl.compiler.trace import as_example, common_leading, missing_key, trace
@@ -137,7 +138,8 @@ class CompiledGraph(TensorDictModuleBase):
         self.retraces: list[str] = []
 
     def _look_at_modules(self) -> None:
-        modules = list(self.graph.modules())
+        modules = [m for _, root in modules_of(self.graph) for m in root.modules()]
+        self._loose = [t for _, t in loose_tensors(self.graph)]
         self._modes = Modes(modules)
         self._stores = [m._parameters for m in modules if m._parameters]
 
@@ -280,8 +282,8 @@ class CompiledGraph(TensorDictModuleBase):
         flags = (*(t.requires_grad for t in inputs), *(p.requires_grad for p in self._trainable()))
         return flags if any(flags) else None
 
-    def _trainable(self) -> list[nn.Parameter]:
-        return [p for store in self._stores for p in store.values() if p is not None]
+    def _trainable(self) -> list[Tensor]:
+        return [*(p for store in self._stores for p in store.values() if p is not None), *self._loose]
 
     # ---- compiling
 

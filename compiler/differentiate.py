@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from graphrl.compiler.checks import CHECKED, may_go_on
 from graphrl.compiler.guards import LiveState
 from graphrl.compiler.lower import lower_with_fallback
-from graphrl.compiler.lowering import module_slots
+from graphrl.compiler.lowering import graph_slots
 from graphrl.compiler.passes.guard_nonfinite import guard_writes
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
@@ -74,7 +74,7 @@ def lower_differentiable(
         parity = max(parity, verify_lowered(backward, run_backward, back_name, [*cotangents, *values]))
     live = LiveState(forward)
     unread = _unread_targets(whole)
-    reads = [slot.read for slot in module_slots([("", graph)]).values() if slot.name in unread]
+    reads = [slot.read for slot in graph_slots(graph).values() if slot.name in unread]
     function = _autograd_function(whole, unread, saved_from, run_forward, run_backward)
     checked = whole.outputs[-1].key == CHECKED
     n_out = len(whole.outputs) - checked

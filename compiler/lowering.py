@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphrl.compiler.program import Fixed, StateSlot
+from graphrl.compiler.reachable import loose_tensors, modules_of
 from graphrl.compiler.shapes import on_fakes
 
-__all__ = ["fake_like", "foreach_decompositions", "lift_state", "module_slots", "normalize"]
+__all__ = ["fake_like", "foreach_decompositions", "graph_slots", "lift_state", "module_slots", "normalize"]
 
 
 def module_slots(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, StateSlot]:
@@ -35,6 +36,14 @@ def module_slots(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, StateSlo
                         full = ".".join(part for part in (prefix, path, name) if part)
                         slots[id(tensor)] = StateSlot.of(full, _reader(store, name), kind)
     return slots
+
+
+def graph_slots(graph: nn.Module) -> dict[int, StateSlot]:
+    """State slots of all that a graph reads, what its functions close over included."""
+    known = module_slots(modules_of(graph))
+    for i, (name, tensor) in enumerate(loose_tensors(graph)):
+        known[id(tensor)] = StateSlot.of(f"loose.{i}.{name}", Fixed(tensor), "parameter")
+    return known
 
 
 def _reader(store: dict[str, Any], name: str) -> Callable[[], Tensor]:

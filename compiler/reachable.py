@@ -1,4 +1,4 @@
-"""Find the modules, optimisers and tensors that a function can reach."""
+"""Find the modules, optimisers and tensors that a function, or a graph that holds functions, can reach."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["find_reachable"]
+__all__ = ["find_reachable", "loose_tensors", "modules_of"]
 
 T = TypeVar("T")
 
@@ -50,6 +50,34 @@ def find_reachable(function: Callable[..., Any], kind: type[T]) -> list[tuple[st
     for name, value in roots:
         visit(name, value, _DEPTH)
     return found
+
+
+def modules_of(graph: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The graph itself, under no name, and modules it uses but does not hold: a network that a lambda node calls."""
+    inside = set(graph.modules())
+    found = [("", graph)]
+    for name, module in _reached_from_inside(graph, nn.Module):
+        if module not in inside:
+            inside.update(module.modules())
+            taken = sum(other == name or other.startswith(f"{name}_") for other, _ in found)
+            found.append((f"{name}_{taken}" if taken else name, module))
+    return found
+
+
+def loose_tensors(graph: nn.Module) -> list[tuple[str, Tensor]]:
+    """Tensors that train though no module holds them, such as a parameter that a lambda node multiplies with."""
+    held = {id(p) for _, root in modules_of(graph) for p in root.parameters()}
+    found = {id(t): (name, t) for name, t in _reached_from_inside(graph, Tensor) if t.is_leaf and t.requires_grad}
+    return [pair for key, pair in found.items() if key not in held]
+
+
+def _reached_from_inside(graph: nn.Module, kind: type[T]) -> Iterator[tuple[str, T]]:
+    """What the functions of a graph's nodes reach, and the plain attributes and methods of modules of one's own."""
+    for module in graph.modules():
+        if type(module).__module__.split(".")[0] not in (*_LIBRARIES, "torchrl", "graphrl"):
+            yield from find_reachable(module.forward, kind)
+        elif callable(function := vars(module).get("module")):
+            yield from find_reachable(function, kind)
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -13,12 +13,14 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from graphrl.compiler.checks import CHECKED, Checks
-from graphrl.compiler.lowering import lift_state, mark_mutated, module_slots, normalize
+from graphrl.compiler.lowering import graph_slots, lift_state, mark_mutated, normalize
 from graphrl.compiler.passes.lift_random import lift_random
 from graphrl.compiler.program import Port, Program
+from graphrl.compiler.reachable import modules_of
 from graphrl.compiler.shapes import on_fakes, open_batch
 from graphrl.compiler.tracing import tracing
 from graphrl.compiler.undo import Undo
@@ -27,7 +29,7 @@ from graphrl.graph import KeyedGraph
 from graphrl.keys import DISCARD, Key, normalize_keys
 from graphrl.opaque_nodes import is_opaque
 
-__all__ = ["JointProgram", "as_example", "common_leading", "missing_key", "refuse_opaque", "trace", "trace_joint"]
+__all__ = ["JointProgram", "as_example", "common_leading", "missing_key", "refuse_untraceable", "trace", "trace_joint"]
 
 
 def trace(
@@ -57,7 +59,7 @@ def trace(
         traced = signature.record(
             lambda *tensors: signature.run(*tensors, checks=checks if recheck else None), signature.tensors
         )
-    slots = module_slots([("", graph)])
+    slots = graph_slots(graph)
     traced, used = lift_state(traced, slots)
     tensors = [*signature.tensors, *(slot.read() for slot in used)]
     normal = normalize(traced, tensors, mode=signature.mode)
@@ -97,7 +99,8 @@ def trace_joint(
         t.detach().requires_grad_() if need else t.detach()
         for t, need in zip(signature.tensors, inputs_need_grad, strict=True)
     ]
-    parameters = {name: p for name, p in graph.named_parameters() if p.requires_grad}
+    slots = graph_slots(graph)
+    parameters = {s.name: p for s in slots.values() if s.kind == "parameter" and (p := s.read()).requires_grad}
     with torch.enable_grad(), tracing(type(graph).__name__, recheck=True, branches=True) as checks:
         signature.rehearse(checks)
         with signature.unseen():
@@ -122,7 +125,7 @@ def trace_joint(
     with torch.enable_grad(), tracing(type(graph).__name__, recheck=True, branches=True) as checks:
         signature.rehearse(checks)
         traced = signature.record(joint, [*leaves, *cotangents], parameters.values())
-    traced, used = lift_state(traced, module_slots([("", graph)]))
+    traced, used = lift_state(traced, slots)
     normal = normalize(traced, [*leaves, *cotangents, *(slot.read() for slot in used)], mode=signature.mode)
     state = mark_mutated(normal.graph, len(leaves) + len(cotangents), used)
     ports = signature.outputs(normal)
@@ -139,7 +142,7 @@ class _Signature:
     """The keys of a graph bound to an example: how to call it with plain tensors."""
 
     def __init__(self, graph: TensorDictModuleBase, example: TensorDictBase, dynamic: bool = False) -> None:
-        refuse_opaque([("", graph)])
+        refuse_untraceable(modules_of(graph))
         self.graph = graph
         self.batch_size = example.batch_size
         self.in_keys = normalize_keys(list(graph.in_keys))
@@ -196,10 +199,16 @@ class _Signature:
         return tuple(Port.of(k, v) for k, v in zip(self.keys, _values(traced), strict=False))
 
 
-def refuse_opaque(modules: Sequence[tuple[str, nn.Module]]) -> None:
-    """Raise :class:`TraceError` for an opaque node below the named modules."""
+def refuse_untraceable(modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raise :class:`TraceError` for an opaque node, or one whose gradients are reduced, below the named modules."""
     for prefix, root in modules:
         for name, module in root.named_modules():
+            if isinstance(module, DistributedDataParallel):  # its forward prepares the reduction of each backward
+                raise TraceError(
+                    f"{'.'.join(filter(None, (prefix, name))) or 'the graph'} is DistributedDataParallel, which works "
+                    "around programs, not in them: wrap what is compiled, DistributedDataParallel(grl.compile(graph)), "
+                    "and run backward and the optimiser eagerly"
+                )
             if is_opaque(module):
                 raise TraceError(
                     f"{'.'.join(filter(None, (prefix, name))) or type(root).__name__} is opaque and cannot be part of "

@@ -24,7 +24,10 @@ from graphrl.errors import TraceError
 
 __all__ = ["OF_AN_UPDATE", "tracing"]
 
-_OF_A_GRAPH = "Use torch.where there, or mark the graph's node as grl.opaque(...): it then stays a plain call between two programs"
+_OF_A_GRAPH = (
+    "Use torch.where there, or mark the graph's node as grl.opaque(...): it then stays a plain call between two "
+    "programs"
+)
 OF_AN_UPDATE = (
     "Use torch.where there, return the tensor itself as a metric, or decide outside: plain options choose between "
     "programs, update(batch, update_actor=True)"
@@ -60,8 +63,10 @@ def tracing(what: str, *, recheck: bool, branches: bool = False, ways_out: str =
                 f"with Python's if, bool(), float() or .item(). {ways_out}"
             ) from error
         if any("HigherOrderOperator" in str(cause) for cause in _causes(error)):
-            raise TraceError(f"{_where(what, error)} calls torch.cond, or another operator that takes functions: a program "
-                             f"is one flat list of operations. {ways_out}") from error  # fmt: skip
+            raise TraceError(
+                f"{_where(what, error)} calls torch.cond, or another operator that takes functions: a program is one "
+                f"flat list of operations. {ways_out}"
+            ) from error
         raise
     finally:
         torch.distributions.Distribution.set_default_validate_args(validate)

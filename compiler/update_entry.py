@@ -26,7 +26,7 @@ from graphrl.compiler.passes.lift_random import lift_random
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Port, Program
 from graphrl.compiler.reachable import find_reachable
-from graphrl.compiler.trace import refuse_opaque
+from graphrl.compiler.trace import refuse_untraceable
 from graphrl.compiler.tracing import OF_AN_UPDATE, tracing
 from graphrl.compiler.undo import Undo, kept_random_state
 from graphrl.compiler.update_verify import verify_update
@@ -60,7 +60,7 @@ class UpdateEntry:
         self.step, self.options = step, dict(options)
         self.batch_size = batch.batch_size
         modules = find_reachable(step, nn.Module)
-        refuse_opaque(modules)
+        refuse_untraceable(modules)
         self._modes = Modes([m for _, root in modules for m in root.modules()])
         self._traced_modes = self._modes.now()
         keys = [normalize_key(k) for k in batch.keys(True, True) if isinstance(batch.get(k), Tensor)]
@@ -274,12 +274,12 @@ def _first_run(
             if not bad:
                 raise
             raise NonFiniteError(
-                f"the step fails on this batch: {', '.join(bad)} holds NaN or infinity. Nothing was updated: compile on a "
-                "finite example"
+                f"the step fails on this batch: {', '.join(bad)} holds NaN or infinity. Nothing was updated: compile on "
+                "a finite example"
             ) from error
         except KeyError as error:
             wanted = re.search(r'key "(.+?)" not found in', str(error))
-            if wanted is None or isinstance(error, GraphRLError):
+            if wanted is None or isinstance(error, KeyMissingError):
                 raise
             hint = did_you_mean(wanted[1], map(encode_key, keys))
             raise KeyMissingError(f"the step reads {wanted[1]!r}, but the batch has {list(keys)}.{hint}") from error

@@ -62,16 +62,23 @@ class Inductor:
 
 def _through_dynamo(program: Program) -> Lowered:
     """The public way. Dynamo switches the argument checks of distributions off when it first compiles; not here."""
-    compiled = torch.compile(program.graph_module, dynamic=program.dynamic, fullgraph=True)
+    with _argument_checks_kept():  # torch.compile switches them off before it compiles anything
+        compiled = torch.compile(program.graph_module, dynamic=program.dynamic, fullgraph=True)
 
     def run(values: list[Tensor]) -> Sequence[Tensor]:
-        checked = Distribution._validate_args
-        try:
+        with _argument_checks_kept():
             return compiled(*values)
-        finally:
-            Distribution.set_default_validate_args(checked)
 
     return run
+
+
+@contextlib.contextmanager
+def _argument_checks_kept() -> Iterator[None]:
+    checked = Distribution._validate_args
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checked)
 
 
 def example_arguments(program: Program) -> list[Tensor]:

@@ -72,7 +72,9 @@ def pack(compiled: Any) -> dict[str, bytes] | None:
     from torch._inductor import config
     from torch._inductor.codecache import PyCodeCache
 
-    module = next((m for m in PyCodeCache.modules if getattr(m, "key", None) == compiled.cache_key), None)
+    if (key := getattr(compiled, "cache_key", None)) is None:  # no operation left: a plain function came back
+        return None
+    module = next((m for m in PyCodeCache.modules if getattr(m, "key", None) == key), None)
     wrapped = config.triton.cudagraphs or getattr(compiled, "_wrap_compiled_regions", False)
     if module is None or wrapped or compiled.constants or compiled.torchbind_constants:
         return None

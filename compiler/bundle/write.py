@@ -73,6 +73,9 @@ def export(
     with _acting(policy, graph):
         live = run_passes(trace(graph, rows[0]))
         _check_program(live)
+        wide = [p for p in live.inputs if p.dtype == torch.float64]
+        if wide and "c99" in targets:
+            raise BundleError(f"{wide[0].key!r} is float64 in the example, and generated C takes float32: convert it")
         inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
         golden = make_golden(live, inputs)
         eager = parity_error(golden, _eager(graph, rows[0], live))
@@ -103,7 +106,16 @@ def _acting_graph(policy: TensorDictModuleBase, action: Key, contract: Contract)
     for key in wanted:
         if key not in known:
             raise BundleError(f"the policy does not write {key!r}; it writes {known}.{did_you_mean(key, known)}")
-    return graph.select(out_keys=wanted)
+    graph = graph.select(out_keys=wanted)
+    carried = {normalize_key(s.key) for s in contract.recurrent or ()}
+    for key in normalize_keys(list(graph.in_keys)):
+        following = ("next", *(key if isinstance(key, tuple) else (key,)))
+        if following in known and key not in carried:
+            raise BundleError(
+                f"the policy reads {key!r} and writes its next value {following!r}, which this bundle would lose: "
+                "declare it in Contract(recurrent=...)"
+            )
+    return graph
 
 
 def _rows(example: Any, graph: KeyedGraph) -> list[TensorDictBase]:

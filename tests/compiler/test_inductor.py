@@ -102,3 +102,23 @@ def test_any_batch_size_without_torch_s_private_entries(monkeypatch):
             x = torch.randn(n, 3)
             torch.testing.assert_close(fast.call(x)[0], graph(x))
     assert len(fast.entries()) == 1 and fast.entries()[0].backend == "inductor"
+
+
+def test_a_program_without_operations_needs_no_dynamo(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAPHRL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(inductor, "_through_dynamo", None)
+    fast = grl.compile(KeyedGraph((nn.Dropout(0.5), ["x"], ["y"])).eval(), backend="inductor", strict=True)
+    assert (fast(torch.ones(4)) == 1).all()
+
+
+def test_argument_checks_of_distributions_stay_on(monkeypatch):
+    monkeypatch.setattr(inductor, "_compile_directly", _raise_import_error)
+    fast = grl.compile(KeyedGraph((lambda x: x + 1, ["x"], ["y"])), {"x": torch.ones(4)}, backend="inductor")
+    assert torch.distributions.Distribution._validate_args
+    fast(torch.ones(4))
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
+
+
+def _raise_import_error(*args):
+    raise ImportError("moved")
