@@ -10,7 +10,8 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from graphrl.compiler.compiled import CompiledGraph, Entry
+from graphrl.compiler.compiled import CompiledGraph
+from graphrl.compiler.entry import Entry
 from graphrl.compiler.undo import Undo
 from graphrl.graph import KeyedGraph
 from graphrl.keys import DISCARD, Key, normalize_keys
@@ -25,25 +26,18 @@ class CompiledChain(CompiledGraph):
     def __init__(self, graph: TensorDictModuleBase, **options: Any) -> None:
         super().__init__(graph, **options)
         self.__dict__["parts"] = _parts(graph, options)  # not sub-modules: see CompiledGraph
-        self._sizes: dict[tuple[torch.Size, ...], torch.Size] = {}
         for part in self.parts:
             if isinstance(part, CompiledGraph):
                 part.retraces = self.retraces
 
     def _run(self, inputs: Sequence[Tensor], batch_size: torch.Size | None) -> Sequence[Tensor]:
-        td = TensorDict({}, batch_size=self._shared_size(inputs) if batch_size is None else batch_size)
+        # plain tensors: no batch dim, since finding out which they share would call the opaque nodes
+        td = TensorDict({}, batch_size=[] if batch_size is None else batch_size)
         for key, tensor in zip(self.in_keys, inputs, strict=True):
             td.set(key, tensor)
         for part in self.parts:
             part(td)
         return [td.get(key) for key in self.out_keys]
-
-    def _shared_size(self, inputs: Sequence[Tensor]) -> torch.Size:
-        """The batch size of plain tensors, found out once for their shapes."""
-        shapes = tuple(t.shape for t in inputs)
-        if shapes not in self._sizes:
-            self._sizes[shapes] = self._guess_batch_size(inputs)
-        return self._sizes[shapes]
 
     def call_into(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Like :meth:`call`, but leaves the results in ``outputs``."""

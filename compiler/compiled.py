@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from graphrl.compiler.backends import get_backend
 from graphrl.compiler.backends.base import written_inputs
 from graphrl.compiler.branches import OtherBranches
 from graphrl.compiler.differentiate import lower_differentiable
+from graphrl.compiler.entry import Entry
 from graphrl.compiler.guards import Bound, Modes, StateChanged, operations_watched, raise_index_error
 from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.passes.guard_nonfinite import guard_writes
@@ -36,7 +37,7 @@ from graphrl.keys import DISCARD, Key, normalize_keys
 from graphrl.opaque_nodes import is_opaque
 from graphrl.progress import step_line
 
-__all__ = ["CompiledGraph", "Entry", "compile"]
+__all__ = ["CompiledGraph", "compile"]
 
 MAX_PROGRAMS = 16
 """Programs kept per graph. Beyond it calls run eagerly, and ``explain`` says so: every shape compiles anew."""
@@ -82,20 +83,6 @@ def compile(
     if example is not None:
         compiled.warm_up(as_example(example))
     return compiled
-
-
-@dataclass
-class Entry:
-    """One compiled specialisation: what it was compiled for, what runs it, and how it came about."""
-
-    program: Program
-    backend: str
-    refusals: tuple[str, ...]
-    seconds: float
-    reason: str
-    parity: float | None
-    run: Callable[..., Any]
-    differentiable: bool
 
 
 class CompiledGraph(TensorDictModuleBase):

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from graphrl.compiler.cache import outcome
-from graphrl.compiler.compiled import CompiledGraph, Entry
+from graphrl.compiler.compiled import CompiledGraph
 from graphrl.compiler.cost import estimate_cost
 from graphrl.compiler.drawing import Drawing, draw
+from graphrl.compiler.entry import Entry
 from graphrl.compiler.program import Program
 from graphrl.compiler.update import CompiledUpdate
 from graphrl.graph import KeyedGraph

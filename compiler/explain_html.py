@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from graphrl.compiler.benchmark import machine
-from graphrl.compiler.compiled import Entry
+from graphrl.compiler.entry import Entry
 from graphrl.compiler.explain import Explanation, facts
 from graphrl.compiler.program import Program
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -112,4 +113,6 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
     codes = [function.__code__]
     for code in codes:  # grows while it runs
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
+        loads = (i for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+        loaded = dict.fromkeys(i.argval for i in loads)  # not co_names: o.step() would lead to a function called step
+        yield from ((name, function.__globals__[name]) for name in loaded if name in function.__globals__)

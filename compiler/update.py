@@ -10,7 +10,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from graphrl.compiler.backends import get_backend
-from graphrl.compiler.compiled import MAX_PROGRAMS, Entry
+from graphrl.compiler.compiled import MAX_PROGRAMS
+from graphrl.compiler.entry import Entry
 from graphrl.compiler.metrics import Metrics
 from graphrl.compiler.passes.lower_precision import check_precision
 from graphrl.compiler.undo import COMPILING, kept_random_state

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from graphrl.compiler.checks import CHECKED
-from graphrl.compiler.compiled import Entry
+from graphrl.compiler.entry import Entry
 from graphrl.compiler.guards import LiveState, Modes, StateChanged, raise_index_error
 from graphrl.compiler.lower import lower_with_fallback
 from graphrl.compiler.lowering import lift_state, mark_mutated, module_slots, normalize
@@ -274,8 +274,8 @@ def _first_run(
             if not bad:
                 raise
             raise NonFiniteError(
-                f"the step fails on this batch: {', '.join(bad)} holds NaN or infinity. Nothing was updated: compile on "
-                "a finite example"
+                f"the step fails on this batch: {', '.join(bad)} holds NaN or infinity. Nothing was updated: compile "
+                "on a finite example"
             ) from error
         except KeyError as error:
             wanted = re.search(r'key "(.+?)" not found in', str(error))

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from graphrl.bench.tables import BenchOptions, measure
 from graphrl.compiler.benchmark import BenchmarkRow, BenchmarkTable, machine, refused_row
-from graphrl.compiler.compiled import Entry, compile
+from graphrl.compiler.compiled import compile
+from graphrl.compiler.entry import Entry
 from graphrl.compiler.update import compile_update
 from graphrl.compiler.verify import relative_error
 from graphrl.errors import ParityError, TraceError, require_extra

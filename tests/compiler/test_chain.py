@@ -112,6 +112,14 @@ def test_an_opaque_node_deep_inside_sequences_and_graphs():
     assert torch.equal(a["y"], b["y"]) and set(a.keys()) == set(b.keys()) == {"x", "z", "y"}
 
 
+def test_plain_tensors_where_an_output_lacks_their_batch_dim():
+    total = grl.opaque(lambda h: h.sum())
+    graph = grl.KeyedGraph((torch.sin, ["x"], ["h"]), (total, ["h"], ["t"]), (torch.exp, ["t"], ["y"]))
+    x = batch()["x"]
+    (h, t, y) = grl.compile(graph, backend="eager").call(x)
+    assert torch.equal(y, x.sin().sum().exp()) and torch.equal(h, x.sin()) and torch.equal(t, x.sin().sum())
+
+
 def test_one_program_cannot_hold_an_opaque_node():
     graph = chain(grl.opaque(branching))
     with pytest.raises(TraceError, match="nodes.2 is opaque and cannot be part of one program"):

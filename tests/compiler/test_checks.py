@@ -186,3 +186,19 @@ def test_a_check_that_comes_out_another_way_leaves_eagers_draws(backend, grad):
     torch.manual_seed(1)
     fast.call_into([x], [into])
     assert torch.equal(into, drawn[0][0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_hot_traces_and_keeps_its_own_error(backend):
+    graph = graph_of(lambda x: torch.nn.functional.one_hot(x, 3).float() * 2.0)
+    fast = grl.compile(graph, batch_of(torch.tensor([0, 2, 1])), backend=backend, strict=True)
+    for x in (torch.tensor([1, 1, 0]), torch.tensor([2, 0, 0])):
+        assert torch.equal(fast(batch_of(x))["y"], graph(batch_of(x))["y"])
+    with pytest.raises(GraphError, match="Class values must be smaller than num_classes"):
+        fast(batch_of(torch.tensor([0, 3, 1])))
+
+
+def test_an_operator_that_takes_functions_is_refused_with_ways_out():
+    graph = graph_of(lambda x: torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,)))
+    with pytest.raises(TraceError, match="calls torch.cond, or another operator that takes functions.*torch.where"):
+        grl.compile(graph, batch_of(torch.ones(2, 2)))

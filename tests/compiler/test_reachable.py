@@ -84,3 +84,27 @@ def test_a_cell_not_yet_filled_is_passed_over():
     assert found(step) == []
     later = nn.Linear(1, 1)
     assert found(step) == [later]
+
+
+def step(batch):
+    return unwanted(batch)
+
+
+unwanted = nn.Linear(1, 1)
+wanted = nn.Linear(1, 1)
+
+
+class Optimiser:
+    def step(self):
+        return None
+
+
+def test_the_name_of_a_method_is_no_global_of_that_name():
+    owner = Optimiser()
+
+    def other(batch):
+        owner.step()
+        return wanted(batch)
+
+    assert [module for _, module in find_reachable(other, nn.Module)] == [wanted]
+    assert [module for _, module in find_reachable(step, nn.Module)] == [unwanted]

@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.distributions import Normal
 
 import graphrl as grl
-from graphrl.errors import GraphRLError, NonFiniteError, SpecError, TraceError
+from graphrl.errors import GraphRLError, KeyMissingError, NonFiniteError, SpecError, TraceError
 
 
 class ActorCritic:
@@ -313,3 +313,59 @@ def test_a_check_that_passes_by_another_way_is_told_and_not_skipped(on_nonfinite
     with pytest.raises(TraceError, match="passes by another way"):
         update(td.set("y", -td["y"]))
     assert distance(before, owner.tensors()) == 0 and update.skipped == 0
+
+
+def test_a_key_that_the_batch_lacks_is_named_with_the_nearest():
+    owner = Regression()
+    with pytest.raises(KeyMissingError, match="the step reads 'x', but the batch has .*Did you mean 'xx'"):
+        grl.compile_update(owner.step, batch().rename_key_("x", "xx"), backend="eager")
+
+
+def test_an_optimiser_that_calls_the_loss_itself_is_refused_by_name():
+    owner = Regression(optim.LBFGS)
+    with pytest.raises(TraceError, match="LBFGS cannot be traced"):
+        grl.compile_update(owner.step, batch(), backend="eager")
+
+
+def test_compiling_on_a_batch_that_is_not_finite_says_what_to_do():
+    owner = Regression()
+    bad = batch()
+    bad["x"][0] = float("nan")
+    before = [p.clone() for p in owner.net.parameters()]
+    with pytest.raises(NonFiniteError, match="nothing was updated: compile on an example that is finite"):
+        grl.compile_update(owner.step, bad, backend="eager", on_nonfinite="skip")
+    assert all(torch.equal(a, b) for a, b in zip(before, owner.net.parameters(), strict=True))
+
+
+def test_skipping_covers_a_nan_that_an_argument_check_would_refuse():
+    net = nn.Linear(4, 1).double()
+    optimizer = optim.SGD(net.parameters(), 0.1)
+
+    def step(td):
+        loss = -Normal(net(td["x"]), 1.0).log_prob(td["y"]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss}
+
+    update = grl.compile_update(step, batch(), backend="eager", on_nonfinite="skip")
+    bad, before = batch(), net.weight.clone()
+    bad["x"][0] = float("nan")
+    update(bad)
+    assert update.skipped == 1 and torch.equal(net.weight, before)
+
+
+def test_a_branch_in_an_update_gets_advice_for_updates():
+    def step(td):
+        return {"loss": td["x"] if td["x"].sum() > 0 else -td["x"]}
+
+    with pytest.raises(TraceError, match="return the tensor itself as a metric") as caught:
+        grl.compile_update(step, batch())
+    assert "opaque" not in str(caught.value)
+
+
+def test_an_index_out_of_range_is_eager_s_error_in_plain_words():
+    owner = Regression()
+    update = grl.compile_update(owner.step, backend="inductor", strict=True).warm_up(batch(32), torch.arange(8))
+    with pytest.raises(IndexError, match="an index in the update is out of range"):
+        update(batch(32), torch.arange(28, 36))
