@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from graphrl.compiler.backends.eager import BACKEND
 from graphrl.compiler.checks import CHECKED
 from graphrl.compiler.entry import Entry
 from graphrl.compiler.guards import LiveState, Modes, StateChanged, raise_index_error
@@ -66,7 +68,11 @@ class UpdateEntry:
         keys = [normalize_key(k) for k in batch.keys(True, True) if isinstance(batch.get(k), Tensor)]
         ports, tensors = _ports(batch, keys, index)
         self.optimizers, program = self._trace(keys, tensors, index is not None, modules, ports)
-        program = _drop_unread_inputs(guard_nonfinite(run_passes(program, precision=precision)))
+        exact = _drop_unread_inputs(guard_nonfinite(run_passes(program)))
+        if precision is not None:
+            program = _drop_unread_inputs(guard_nonfinite(run_passes(program, precision=precision)))
+        else:
+            program = exact
         lowered, name, refusals = lower_with_fallback(program, backend, strict)
         self.program, self._lowered = program, lowered
         self._keys = [p.key for p in program.inputs if p.key != _INDEX]
@@ -74,7 +80,7 @@ class UpdateEntry:
         self._flags = [i for i, p in enumerate(program.outputs) if p.key in (CHECKED, FINITE)]
         self._signature = [(p.shape, p.dtype, p.device) for p in program.inputs]
         self._live = LiveState(program)
-        parity = self._verify(batch, index, name) if verify else None
+        parity = self._verify(exact, batch, index, name) if verify else None
         given = ", ".join([*(str(p) for p in program.inputs), *(f"{k}={v!r}" for k, v in options.items())])
         seconds = time.perf_counter() - start
         self.summary = Entry(program, name, refusals, seconds, f"first call with {given}", parity, self.run, False)
@@ -130,8 +136,11 @@ class UpdateEntry:
 
     # ---- checking
 
-    def _verify(self, batch: TensorDictBase, index: Tensor | None, backend: str) -> float:
-        """The lowered update against the eager step itself, then against float64 on fresh inputs."""
+    def _verify(self, exact: Program, batch: TensorDictBase, index: Tensor | None, backend: str) -> float:
+        """The lowered update against the eager step itself, then against float64 on fresh inputs.
+
+        ``exact``: the program before its products were rounded, of which every result is compared with the step's.
+        """
         inputs = self.inputs_for(batch, index, self.options)
         assert inputs is not None
         if bad := self._nonfinite(self._eager(batch, index)):
@@ -140,7 +149,10 @@ class UpdateEntry:
                 "updated: compile on an example that is finite and not empty"
             )
         keys = self._metrics.keys
-        verify_update(self.program, self._lowered, backend, inputs, keys, lambda td: self._eager(td, index), batch)
+        eager = partial(self._eager, index=index)
+        if exact is not self.program:
+            verify_update(exact, BACKEND.lower(exact), f"{backend}, unrounded", inputs, keys, eager, batch)
+        verify_update(self.program, self._lowered, backend, inputs, keys, eager, batch)
         with kept_random_state():
             return verify_lowered(self.program, self._lowered, backend, self.program.arguments(inputs))
 

@@ -25,15 +25,13 @@ def step_line(what: str) -> Iterator[None]:
         log.info("%s: %.1f s", what, time.perf_counter() - start)
         return
     from rich.console import Console
+    from rich.errors import LiveError
 
     console = Console(stderr=True)
-    try:
-        with console.status(f"[dim]{what}"):
-            yield
-    except ValueError as error:
-        if "Only one live display" not in str(error):  # inside a progress bar: stay quiet
-            raise
-    else:
-        seconds = time.perf_counter() - start
-        if seconds > 1:
-            console.print(f"[dim]{what}: {seconds:.1f} s")
+    status = console.status(f"[dim]{what}")
+    with contextlib.ExitStack() as shown:
+        with contextlib.suppress(LiveError):  # inside a progress bar: no spinner of its own
+            shown.enter_context(status)
+        yield
+    if (seconds := time.perf_counter() - start) > 1:
+        console.print(f"[dim]{what}: {seconds:.1f} s")

@@ -12,6 +12,7 @@ from graphrl.errors import GraphRLError, did_you_mean
 __all__ = ["SUITES", "run_suites"]
 
 SUITES = ("policy", "update", "ensemble", "gae", "collector", "foreign")
+ON_REQUEST = ("precision",)  # whole trainings, which take minutes
 
 
 def run_suites(
@@ -25,8 +26,8 @@ def run_suites(
     import torch
 
     for name in names:
-        if name not in SUITES:
-            raise GraphRLError(f"no suite {name!r}; there are {', '.join(SUITES)}.{did_you_mean(name, SUITES)}")
+        if name not in (known := SUITES + ON_REQUEST):
+            raise GraphRLError(f"no suite {name!r}; there are {', '.join(known)}.{did_you_mean(name, known)}")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise GraphRLError(f"device {device!r}: expected cpu, or cuda on a machine that has it")
     if repeats < 2:
