@@ -90,17 +90,21 @@ class LiveState:
         self._reads = [slot.read for slot in program.state]
         self._layouts = [_layout(read()) for read in self._reads]
         self._seen: list[Tensor] = []
-        self._addresses: list[int] = []
+        self._places: tuple[list[int], list[bool]] = ([], [])
 
     def __call__(self) -> list[Tensor]:
         tensors = [read() for read in self._reads]
-        addresses = [t.data_ptr() if t.is_contiguous() else -t.data_ptr() for t in tensors]
-        if addresses != self._addresses:
+        places = (list(map(_data_ptr, tensors)), list(map(_is_contiguous, tensors)))
+        if places != self._places:
             for slot, tensor, layout in zip(self._program.state, tensors, self._layouts, strict=True):
                 if _layout(tensor) != layout:
                     raise StateChanged(f"{slot.name} became {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
-            self._addresses, self._seen = addresses, [t.detach() for t in tensors]
+            self._places, self._seen = places, [t.detach() for t in tensors]
         return tensors
+
+
+_data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
+_is_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

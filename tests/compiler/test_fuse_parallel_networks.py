@@ -58,9 +58,9 @@ def test_before_and_after():
     program, _ = traced((lambda x: torch.stack([m(x).relu() for m in layers]).sum(0), ["x"], ["y"]), x=rows(width=2))
     body = fuse_parallel_networks(program).code.split("):\n", 1)[1].strip().splitlines()
     assert [line.split("  #")[0].strip().replace("torch.ops.aten.", "") for line in body] == [
-        "cat = cat.default([captured_0, captured_2, captured_4])",
+        "cat = cat.default([layers_0_weight, layers_1_weight, layers_2_weight])",
         "view = view.default(cat, [3, 3, 2])",
-        "cat_1 = cat.default([captured_1, captured_3, captured_5])",
+        "cat_1 = cat.default([layers_0_bias, layers_1_bias, layers_2_bias])",
         "view_1 = view.default(cat_1, [3, 3])",
         "permute = permute.default(view, [0, 2, 1])",
         "unsqueeze = unsqueeze.default(x, 0)",

@@ -37,17 +37,17 @@ def test_before_and_after():
     layer = nn.Linear(6, 3)
     program = traced(lambda x: layer(x), torch.randn(8, 6))
     assert lines(program) == [
-        "permute = permute.default(captured_0, [1, 0])",
-        "addmm = addmm.default(captured_1, x, permute)",
+        "permute = permute.default(layer_weight, [1, 0])",
+        "addmm = addmm.default(layer_bias, x, permute)",
         "return (addmm,)",
     ]
     assert lines(lower_precision(program)) == [
-        "_to_copy_1 = _to_copy.default(captured_0, dtype=torch.bfloat16)",
+        "_to_copy_1 = _to_copy.default(layer_weight, dtype=torch.bfloat16)",
         "_to_copy = _to_copy.default(x, dtype=torch.bfloat16)",
         "permute_1 = permute.default(_to_copy_1, [1, 0])",
         "mm = mm.default(_to_copy, permute_1)",
         "_to_copy_2 = _to_copy.default(mm, dtype=torch.float32)",
-        "add = add.Tensor(_to_copy_2, captured_1)",
+        "add = add.Tensor(_to_copy_2, layer_bias)",
         "return (add,)",
     ]
 

@@ -43,7 +43,8 @@ class Picky:
 
 def use(monkeypatch, backend, smallest=1):
     monkeypatch.setattr(lower, "get_backend", lambda name: backend if name == "picky" else get_backend(name))
-    monkeypatch.setattr("graphrl.compiler.compiled.get_backend", lambda name: None)
+    for asking in ("compiled", "update"):
+        monkeypatch.setattr(f"graphrl.compiler.{asking}.get_backend", lambda name: None)
     monkeypatch.setattr(lower, "FALLBACKS", ("eager",))
     monkeypatch.setattr(parts, "MIN_OPERATIONS", smallest)
     monkeypatch.setattr(parts, "MAX_PARTS", 99)

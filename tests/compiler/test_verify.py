@@ -92,3 +92,15 @@ def test_relative_error(found, reference, expected):
 def test_integers_are_equal_or_not():
     assert relative_error(torch.tensor([1, 2]), torch.tensor([1, 2])) == 0.0
     assert relative_error(torch.tensor([1, 3]), torch.tensor([1, 2])) == INF
+
+
+def test_a_result_that_rounding_alone_decides_is_no_error_but_a_wrong_one_is():
+    """The sign of a difference that cancels, as an optimiser's first step is."""
+    graph = KeyedGraph((lambda x: (x * 3 / 3 - x).sign().double().float(), ["x"], ["y"]))
+    td = TensorDict(x=torch.randn(64, 1), batch_size=[64])
+    program = grl.trace(graph, td)
+    with torch.no_grad():
+        verify_lowered(program, lambda values: [(values[0] / 3 * 3 - values[0]).sign()], "other", [td["x"]])
+        steady = grl.trace(KeyedGraph((lambda x: 2 * x, ["x"], ["y"])), td)
+        with pytest.raises(ParityError, match="other computes 'y'"):
+            verify_lowered(steady, lambda values: [2.001 * values[0]], "other", [td["x"]])
