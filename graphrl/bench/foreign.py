@@ -19,7 +19,7 @@ from graphrl.compiler.compiled import compile
 from graphrl.compiler.entry import Entry
 from graphrl.compiler.update import compile_update
 from graphrl.compiler.verify import relative_error
-from graphrl.errors import ParityError, TraceError, require_extra
+from graphrl.errors import CompileError, ParityError, TraceError, require_extra
 from graphrl.graph import KeyedGraph
 
 __all__ = ["FOREIGN_GRAPHS", "FOREIGN_LOSSES", "graph_error", "loss_error", "loss_example", "loss_step", "suite"]
@@ -270,7 +270,7 @@ def _table(title: str, kinds: dict[str, Callable[[], Any]], measured: Any, optio
     for name, make in kinds.items():
         try:
             runs, entry = measured(name, make)
-        except TraceError as refusal:
+        except (TraceError, CompileError) as refusal:
             rows.append(refused_row(name, str(refusal)))
             continue
         eager, fast = measure(name, runs, options).rows
