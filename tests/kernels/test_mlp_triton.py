@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_mlp import layers
+from test_mlp_forward import layers
 
 from graphrl.kernels import mlp_forward
 from graphrl.kernels.mlp.reference import ACTIVATIONS, mlp_reference
