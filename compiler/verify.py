@@ -131,7 +131,8 @@ def _shaken(program: Program, arguments: Sequence[Tensor], seed: int) -> list[Te
     def shake(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor.clone()
-        step = max(16 * torch.finfo(tensor.dtype).eps, product_rounding(program))  # a sum over a batch rounds often
+        ulps = 64 if tensor.dtype.itemsize >= 4 else 1  # a plain sum over a batch rounds more than eager's
+        step = max(ulps * torch.finfo(tensor.dtype).eps, product_rounding(program))
         return tensor * (1 + step * torch.randn(tensor.shape, generator=generator).to(tensor))
 
     return [shake(t) for t in arguments]
