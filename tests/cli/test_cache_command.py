@@ -20,7 +20,7 @@ def kept(tmp_path, monkeypatch):
 def test_list(kept, capsys):
     assert main(["cache", "list"]) == 0
     text = capsys.readouterr().out
-    for part in (kept[:12], "native", "angle: f32[2, 3]", "torque: f32[2, 3]", "kB", "0 s", "1.2", "1 program(s)"):
+    for part in (kept[:12], "native", "angle: f32[2, 3]", "kB", "0 s", "1.2", "1 program(s)"):
         assert part in text
     (cache.programs_dir() / kept / "record.json").write_text("{")
     assert main(["cache", "list"]) == 0 and "broken" in capsys.readouterr().out
