@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -271,7 +272,7 @@ def _table(title: str, kinds: dict[str, Callable[[], Any]], measured: Any, optio
         try:
             runs, entry = measured(name, make)
         except (TraceError, CompileError) as refusal:
-            rows.append(refused_row(name, str(refusal)))
+            rows.append(refused_row(name, re.sub(r"(?:/[^\s:/]+)+/([^/\s:]+:\d+)", r"\1", str(refusal))))
             continue
         eager, fast = measure(name, runs, options).rows
         rows.append(replace(eager, name=f"{name}, eager"))
