@@ -22,6 +22,7 @@ from graphrl.compiler.update import compile_update
 from graphrl.compiler.verify import relative_error
 from graphrl.errors import CompileError, ParityError, TraceError, require_extra
 from graphrl.graph import KeyedGraph
+from graphrl.training.threads import torch_threads
 
 __all__ = ["FOREIGN_GRAPHS", "FOREIGN_LOSSES", "graph_error", "loss_error", "loss_example", "loss_step", "suite"]
 
@@ -277,7 +278,8 @@ def _table(title: str, kinds: dict[str, Callable[[], Any]], measured: Any, optio
         eager, fast = measure(name, runs, options).rows
         rows.append(replace(eager, name=f"{name}, eager"))
         rows.append(replace(fast, name=f"{name}, compiled", compile_s=entry.seconds, error=entry.parity))
-    return BenchmarkTable(title, tuple(rows), machine())
+    with torch_threads(options.threads or torch.get_num_threads()):  # as they were measured
+        return BenchmarkTable(title, tuple(rows), machine())
 
 
 Runs = dict[str, Callable[[], Any]]
