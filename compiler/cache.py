@@ -94,8 +94,7 @@ def cache_key(program: Program, backend: str, cxx: str | None, **settings: Any) 
     if constants is None:
         return None
     layouts = [slot.read().stride() for slot in program.state] + [n.strides for n in program.noise]
-    ports: list[Any] = [*program.inputs, *program.outputs, *program.state, *program.noise]
-    on_gpu = any(port.device.type != "cpu" for port in ports)
+    on_gpu = any(port.device.type != "cpu" for port in program.signature)
     parts = {
         "program": _sha256(program.code.encode()),
         "layouts": repr(layouts),

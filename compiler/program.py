@@ -155,6 +155,11 @@ class Program:
         return [port.key for port in self.outputs]
 
     @property
+    def signature(self) -> tuple[Port | StateSlot | Noise, ...]:
+        """Everything that enters or leaves: inputs, outputs, state, draws, each with its shape, dtype and device."""
+        return (*self.inputs, *self.outputs, *self.state, *self.noise)
+
+    @property
     def code(self) -> str:
         """The program as Python text."""
         return print_program(self)

@@ -179,13 +179,12 @@ class CompiledUpdate:
         return entry, inputs
 
     def _not_made(self, entry: UpdateEntry, batch: TensorDictBase, index: Tensor | None, metrics: Metrics) -> None:
-        if self.on_nonfinite == "skip" and entry.is_nonfinite(batch, index, metrics):
+        if self.on_nonfinite == "skip":
+            if not entry.is_nonfinite(batch, index, metrics):
+                entry.why_not_made(batch, index, metrics)  # a check that fails for another reason raises
             self.skipped += 1
             return
         reason = entry.why_not_made(batch, index, metrics)
-        if self.on_nonfinite == "skip":
-            self.skipped += 1
-            return
         raise NonFiniteError(
             f"update {self.calls}: {reason}. Parameters and optimiser state are as before this call. Check the batch "
             "for NaN, and the learning rate"

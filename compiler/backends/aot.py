@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -36,8 +35,7 @@ class Aot:
     dynamic = False
 
     def supports(self, program: Program) -> Refusal | None:
-        ports: list[Any] = [*program.inputs, *program.outputs, *program.state, *program.noise]
-        for port in ports:
+        for port in program.signature:
             if port.device.type != "cpu":
                 return Refusal(f"this backend runs AOTInductor on the CPU, and {port} is on {port.device}")
             if 0 in port.shape:

@@ -47,8 +47,7 @@ class Native:
         """``None``, or why this program cannot run in generated C."""
         if program.dynamic:
             return Refusal("generated C has fixed shapes")
-        ports: list[Any] = [*program.inputs, *program.outputs, *program.state, *program.noise]
-        for port in ports:
+        for port in program.signature:
             if port.device.type != "cpu":
                 return Refusal(f"generated C runs on the CPU, and {_label(port)!r} is on {port.device}")
         if (refusal := written_input(program)) is not None:

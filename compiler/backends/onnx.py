@@ -58,8 +58,7 @@ class Onnx:
             return Refusal(str(missing))
         from graphrl.compiler.backends.onnx_graph import build_model
 
-        ports: list[Any] = [*program.inputs, *program.outputs, *program.state, *program.noise]
-        for port in ports:
+        for port in program.signature:
             if port.device.type != "cpu":
                 return Refusal(f"this backend runs ONNX Runtime on the CPU, and {port} is on {port.device}")
             if 0 in port.shape:

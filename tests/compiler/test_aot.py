@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -16,13 +13,7 @@ from graphrl.compiler.verify import verify_lowered
 from graphrl.errors import CompileError
 from graphrl.graph import KeyedGraph
 
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRAPHRL_CACHE_DIR", str(folder))
-        yield folder
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 class Everything(nn.Module):

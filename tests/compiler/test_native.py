@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,10 @@ from graphrl.compiler.verify import verify_lowered
 from graphrl.errors import CompileError
 from graphrl.graph import KeyedGraph
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRAPHRL_CACHE_DIR", str(folder))
-        yield folder
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler"),
+    pytest.mark.usefixtures("fresh_cache"),
+]
 
 
 def traced(module: nn.Module, *shape: int) -> tuple[Program, Tensor]:
