@@ -118,7 +118,7 @@ def test_mixed_float_dtypes_are_promoted():
         ({"gamma": lambda x: torch.tensor(True)}, r"gamma is torch.bool, expected a float"),
         ({"time_dim": lambda x: 3}, r"time_dim=3 is not a dimension of reward \[4, 9, 1\]"),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else next(iter(x)),
 )
 def test_wrong_arguments_are_refused(change, message):
     arguments = random_trajectory((4, 9, 1))._asdict() | {"gamma": 0.9, "lmbda": 0.9, "time_dim": -2}
