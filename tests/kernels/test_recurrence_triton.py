@@ -18,7 +18,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES
 
 CASES = [  # shape, time_dim, dtype, coefficients per step, flags
     ((3, 7, 1), -2, torch.float32, False, True),
-    ((2, 1100, 1), -2, torch.float32, True, True),
+    ((2, 150, 1), -2, torch.float32, True, True),
     ((2, 9, 5, 1), -3, torch.float64, True, False),
     ((70, 4), 0, torch.bfloat16, False, True),
     ((3, 20, 1), -2, torch.float16, False, False),
@@ -42,6 +42,9 @@ def operator_arguments(family, shape, dtype, per_step, flags):
 
 def compare_interpreted(name: str) -> None:
     """Runs in a subprocess: TRITON_INTERPRET must be set before triton is imported."""
+    from graphrl.kernels import _triton_scan
+
+    _triton_scan.BLOCK = 64  # the interpreter is slow, and small blocks have more carries
     family, ops = FAMILIES[name], torch.ops.graphrl
     recurrence = family.recurrence
     for shape, time_dim, dtype, per_step, flags in CASES:
@@ -90,8 +93,9 @@ def compile_kernel(family, kernel, blocks, sizes, capability, dtype, **constants
 
 def assert_fits(resources, capability):
     assert f".target sm_{capability}" in resources.ptx and ".local" not in resources.ptx  # nothing spilled
-    # Two programs on a multiprocessor at least: 65,536 registers, 48 KiB of shared memory without opting in.
-    assert 0 < resources.registers <= 65_536 // (2 * resources.warps * 32)
+    # Eight warps of a multiprocessor find room at least: 65,536 registers, 48 KiB of shared memory without opting in.
+    programs = 65_536 // (resources.registers * resources.warps * 32)
+    assert resources.registers and programs * resources.warps >= 8
     assert resources.shared_bytes <= 24 * 1024
 
 

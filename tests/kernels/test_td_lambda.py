@@ -61,7 +61,7 @@ def test_what_a_zero_discount_hides_reaches_neither_result_nor_gradients(bad):
     lmbda = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
     found = lambda_return(reward, next_value, discount, lmbda)
     assert torch.equal(found, clean)
-    for create_graph in (False, True):
+    for create_graph in (True, False):
         for grad in torch.autograd.grad(found.sum(), (reward, next_value, lmbda), create_graph=create_graph):
             assert grad.isfinite().all()
 
@@ -179,9 +179,11 @@ def test_equals_torchrl(shape, end):
     for lmbda in (0.0, 0.9, 1.0):
         found = td_lambda(*without_value(t), 0.99, lmbda)
         torch.testing.assert_close(found, functional.td_lambda_return_estimate(0.99, lmbda, *theirs))
-        if lmbda:  # its vectorised version raises an IndexError for zero
-            torch.testing.assert_close(found, functional.vec_td_lambda_return_estimate(0.99, lmbda, *theirs))
+        if lmbda:  # the vectorised version raises an IndexError for zero, and drops weights below 1e-7
+            expected = functional.vec_td_lambda_return_estimate(0.99, lmbda, *theirs)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(td1(*without_value(t), 0.99), functional.td1_return_estimate(0.99, *theirs))
-    torch.testing.assert_close(td1(*without_value(t), 0.99), functional.vec_td1_return_estimate(0.99, *theirs))
+    expected = functional.vec_td1_return_estimate(0.99, *theirs)
+    torch.testing.assert_close(td1(*without_value(t), 0.99), expected, rtol=1e-5, atol=1e-5)
     expected = functional.td0_return_estimate(0.99, t.next_value, t.reward, t.terminated)
     torch.testing.assert_close(td0(t.reward, t.next_value, t.terminated, 0.99), expected)
