@@ -6,5 +6,7 @@ if __name__ != "graphrl.kernels":  # a second copy would register every op twice
 from graphrl.kernels.discounted_sum import discounted_sum
 from graphrl.kernels.gae import gae
 from graphrl.kernels.mlp import mlp_forward
+from graphrl.kernels.n_step import n_step_return
+from graphrl.kernels.vtrace import vtrace
 
-__all__ = ["discounted_sum", "gae", "mlp_forward"]
+__all__ = ["discounted_sum", "gae", "mlp_forward", "n_step_return", "vtrace"]
