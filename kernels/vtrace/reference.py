@@ -42,7 +42,8 @@ def vtrace_reference(
     )
     rho, c = ratio.clamp(max=rho_clip), lmbda * ratio.clamp(max=c_clip)
     zero, steps = reward.new_zeros(()), reward.shape[0]
-    advantage, value_target = [], []
+    advantage: list[Tensor] = []
+    value_target: list[Tensor] = []
     for t in reversed(range(steps)):
         bootstrap = torch.where(ended[t], zero, next_value[t])
         x, further = rho[t] * (reward[t] + gamma[t] * bootstrap - value[t]), bootstrap
