@@ -96,7 +96,7 @@ def _call(name: str, x: Tensor, args: tuple[Any, ...], *out: Tensor) -> None:
     x, done, terminated = x.to(gamma.dtype).contiguous(), done.contiguous(), terminated.contiguous()
     per_step = gamma.contiguous() if gamma.dim() else None
     if horizon is not None:
-        horizon = horizon.clamp(max=_UNLIMITED).to(torch.int32).contiguous()
+        horizon = horizon.long().clamp(1, _UNLIMITED).to(torch.int32).contiguous()
     pointers = [y if y is None else y.data_ptr() for y in (x, done, terminated, per_step, horizon)]
     function = getattr(_native, f"grl_{name}_{'f64' if gamma.dtype == torch.float64 else 'f32'}")
     number = 0.0 if gamma.dim() else gamma.item()

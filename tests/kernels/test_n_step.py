@@ -97,6 +97,14 @@ def test_non_contiguous_inputs_and_integer_flags_equal_contiguous_and_boolean_on
             assert torch.equal(x, y) and x.is_contiguous()
 
 
+def test_horizons_of_any_integer_dtype_and_size_are_taken():
+    data, small = arguments((3, 20, 1)), torch.tensor([1, 3, 20]).view(3, 1, 1)
+    expected = n_step_return(*data, 0.9, small)
+    for n in (small.to(torch.uint8), small.to(torch.int32), torch.tensor([-(2**40), 3, 2**40]).view(3, 1, 1)):
+        for x, y in zip(n_step_return(*data, 0.9, n), expected, strict=True):
+            assert torch.equal(x, y)
+
+
 # --- what n steps mean ---
 
 
