@@ -32,7 +32,7 @@ _chosen: dict[Any, dict[str, int]] = {}
 @triton.jit
 def _compose(c_first, d_first, c_then, d_then):
     """``x -> c_then (c_first x + d_first) + d_then``. A zero coefficient lets nothing through, not even NaN."""
-    return c_then * c_first, d_then + tl.where(c_then == 0, 0.0, c_then * d_first)
+    return tl.where(c_then == 0, 0.0, c_then * c_first), d_then + tl.where(c_then == 0, 0.0, c_then * d_first)
 
 
 @triton.jit
