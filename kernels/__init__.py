@@ -4,7 +4,10 @@ if __name__ != "graphrl.kernels":  # a second copy would register every op twice
     raise ImportError("import graphrl.kernels, not kernels")
 
 from graphrl.kernels.categorical_projection import categorical_projection
+from graphrl.kernels.discounted_sum import discounted_sum
 from graphrl.kernels.gae import gae
 from graphrl.kernels.mlp import mlp_forward
+from graphrl.kernels.n_step import n_step_return
+from graphrl.kernels.vtrace import vtrace
 
-__all__ = ["categorical_projection", "gae", "mlp_forward"]
+__all__ = ["categorical_projection", "discounted_sum", "gae", "mlp_forward", "n_step_return", "vtrace"]
