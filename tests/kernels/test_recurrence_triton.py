@@ -85,7 +85,7 @@ def compile_kernel(family, kernel, blocks, sizes, capability, dtype, **constants
     constants |= {n: 1 for n, size in zip(names, sizes, strict=True) if size == 1}  # as a launch specialises it
     types = {n: f"*{exact if 'gamma' in n or 'lmbda' in n else dtype}" for n in kernel.arg_names}
     types |= dict.fromkeys(("done", "terminated"), "*u8") | dict.fromkeys(names, "i32")
-    types |= dict.fromkeys(family.recurrence.options, "fp32")
+    types |= dict.fromkeys(family.recurrence.options, "fp64")  # as annotated in the kernels
     return compile_without_gpu(
         kernel, types, constants, capability, num_warps=blocks["num_warps"], **_triton_scan.OPTIONS
     )
