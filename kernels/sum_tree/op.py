@@ -64,7 +64,7 @@ def sum_tree_search(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int =
         return _search_cpu(leaves, inner, prefix, strata)
     if prefix.device != leaves.device:
         raise SpecError(f"sum_tree_search: prefix is on {prefix.device}, the tree on {leaves.device}. prefix.to(...)")
-    prefix = prefix.detach().to(leaves.dtype)
+    prefix = (prefix.detach() if prefix.requires_grad else prefix).to(leaves.dtype)
     found: tuple[Tensor, Tensor] = torch.ops.graphrl.sum_tree_search(leaves, inner, prefix, strata)
     return found
 
@@ -101,30 +101,34 @@ def _as_priority(priority: Tensor, leaves: Tensor, index: Tensor) -> Tensor:
     return priority
 
 
-def _extents(leaves: Tensor, inner: Tensor) -> tuple[int, int]:
-    """Capacity and width of what is laid out as one tree, or SpecError: the kernels read and write by them."""
-    if leaves.dtype not in _UPDATE or inner.dtype != leaves.dtype:
-        raise SpecError(
-            f"sum_tree: leaves are {leaves.dtype} and inner {inner.dtype}, expected float64 or float32 for both. Build "
-            "the tree with that dtype: sums in half precision would lose leaves"
-        )
-    capacity, shape = leaves.numel(), inner.shape
+def _capacity(leaves: Tensor, inner: Tensor) -> int:
+    """The number of leaves of what is laid out as one tree, or SpecError: the kernels read and write by that alone."""
+    capacity, dtype = leaves.numel(), leaves.dtype
     if (
-        not (leaves.is_contiguous() and inner.is_contiguous() and inner.device == leaves.device)
-        or capacity < 1
-        or leaves.dim() != 1
-        or shape != (3, level_offsets(capacity)[1])
+        capacity > 0
+        and leaves.dim() == 1
+        and inner.shape == (3, level_offsets(capacity)[1])
+        and inner.dtype == dtype
+        and dtype in _UPDATE
+        and leaves.is_contiguous()
+        and inner.is_contiguous()
+        and inner.is_cpu == leaves.is_cpu
     ):
-        found = f"leaves {list(leaves.shape)} and inner {list(shape)}"
-        raise SpecError(f"sum_tree: {found} are not one tree. Build it with SumTree, and keep both contiguous")
-    return capacity, shape[1]
+        return capacity
+    if dtype not in _UPDATE or inner.dtype != dtype:
+        raise SpecError(
+            f"sum_tree: leaves are {dtype} and inner {inner.dtype}, expected float64 or float32 for both. Build the "
+            "tree with that dtype: sums in half precision would lose leaves"
+        )
+    found = f"leaves {list(leaves.shape)} on {leaves.device} and inner {list(inner.shape)} on {inner.device}"
+    raise SpecError(f"sum_tree: {found} are not one tree. Build it with SumTree, and keep both contiguous")
 
 
 # --- CPU ---
 
 
 def _update_cpu(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) -> None:
-    capacity, width = _extents(leaves, inner)
+    capacity = _capacity(leaves, inner)
     index, priority, refused = index.contiguous(), priority.contiguous(), c_int64()
     _UPDATE[leaves.dtype](
         leaves.data_ptr(),
@@ -133,7 +137,6 @@ def _update_cpu(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) 
         priority.data_ptr(),
         byref(refused),
         capacity,
-        width,
         index.numel(),
     )
     if refused.value >= 0:
@@ -145,7 +148,7 @@ def _update_cpu(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) 
 
 
 def _search_cpu(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int) -> tuple[Tensor, Tensor]:
-    capacity, width = _extents(leaves, inner)
+    capacity = _capacity(leaves, inner)
     prefix, refused = prefix.contiguous(), c_int64()
     index, priority = torch.empty_like(prefix, dtype=torch.int64), torch.empty_like(prefix)
     _SEARCH[leaves.dtype](
@@ -156,7 +159,6 @@ def _search_cpu(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int) -> t
         priority.data_ptr(),
         byref(refused),
         capacity,
-        width,
         prefix.numel(),
         strata,
     )
@@ -185,13 +187,13 @@ def _triton() -> Any:
 
 
 def _update_cuda(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) -> None:
-    _extents(leaves, inner)
+    _capacity(leaves, inner)
     with torch.cuda.device_of(leaves):
         _triton().update(leaves, inner, index, priority)
 
 
 def _search_cuda(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int) -> tuple[Tensor, Tensor]:
-    _extents(leaves, inner)
+    _capacity(leaves, inner)
     with torch.cuda.device_of(leaves):
         found: tuple[Tensor, Tensor] = _triton().search(leaves, inner, prefix, strata)
         return found
