@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "abi.h"
+#include "binding.h"
 #include "parallel.h"
 #include "scan.h"
 
@@ -249,3 +250,8 @@ void run(P& p, int64_t threads) {
 
 GRL_GAE(f32, float)
 GRL_GAE(f64, double)
+
+GRL_PYTHON(grl_gae_f32)
+GRL_PYTHON(grl_gae_f64)
+GRL_PYTHON(grl_gae_backward_f32)
+GRL_PYTHON(grl_gae_backward_f64)

@@ -23,7 +23,9 @@ from graphrl.kernels._lib import lib as _native
 __all__ = ["gae"]
 
 _FORWARD = {torch.float32: _native.grl_gae_f32, torch.float64: _native.grl_gae_f64}
+_DIRECT = {dtype.itemsize: kernel for dtype, kernel in _FORWARD.items()}
 _BACKWARD = {torch.float32: _native.grl_gae_backward_f32, torch.float64: _native.grl_gae_backward_f64}
+Extents = tuple[int, int, int, int]  # outer, steps, inner, threads
 # Below this many elements per thread, waking one costs more than it saves.
 _PER_THREAD = 65_536
 
@@ -57,14 +59,11 @@ def gae(
 
     Raises SpecError when shapes, dtypes or devices do not fit: nothing but gamma and lmbda is broadcast.
     """
-    if (
-        type(gamma) is float
-        and type(lmbda) is float
-        and plain_eager()
-        and (kernel := _direct_kernel(reward, value, next_value, done, terminated)) is not None
-        and -reward.dim() <= time_dim < reward.dim()
-    ):
-        return _call_forward(kernel, reward, value, next_value, done, terminated, None, None, gamma, lmbda, time_dim)
+    if type(gamma) is float and type(lmbda) is float and plain_eager():
+        direct = _direct_kernel(reward, value, next_value, done, terminated, time_dim)
+        if direct is not None:
+            kernel, extents = direct
+            return _call_forward(kernel, extents, reward, value, next_value, done, terminated, None, None, gamma, lmbda)
     check_same_shape("gae", reward=reward, value=value, next_value=next_value, done=done, terminated=terminated)
     time_dim = check_time_dim("gae", reward, time_dim)
     dtype = common_float_dtype("gae", reward=reward, value=value, next_value=next_value)
@@ -81,42 +80,39 @@ def gae(
     )
 
 
-def _direct_kernel(reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor, terminated: Tensor) -> Any:
-    """The C function when these can go to it as they are and no gradient is asked for, else None."""
-    if not (type(reward) is type(value) is type(next_value) is type(done) is type(terminated) is Tensor):
+def _direct_kernel(
+    reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor, terminated: Tensor, time_dim: int
+) -> tuple[Any, Extents] | None:
+    """The C function and its extents when these can go to it as they are and no gradient is asked for, else None."""
+    layout = _native.trajectories(reward, value, next_value, done, terminated, 3, time_dim)
+    if layout is None or (
+        torch.is_grad_enabled() and (reward.requires_grad or value.requires_grad or next_value.requires_grad)
+    ):
         return None
-    kernel, shape = _FORWARD.get(reward.dtype), reward.shape
-    if (
-        kernel is not None
-        and reward.dtype == value.dtype == next_value.dtype
-        and done.dtype == terminated.dtype == torch.bool
-        and shape == value.shape == next_value.shape == done.shape == terminated.shape
-        and reward.is_cpu and value.is_cpu and next_value.is_cpu and done.is_cpu and terminated.is_cpu
-        and reward.is_contiguous() and value.is_contiguous() and next_value.is_contiguous()
-        and done.is_contiguous() and terminated.is_contiguous()
-        and not (
-            (reward.requires_grad or value.requires_grad or next_value.requires_grad) and torch.is_grad_enabled()
-        )
-    ):  # fmt: skip
-        return kernel
-    return None
+    itemsize, outer, steps, inner = layout
+    return _DIRECT[itemsize], (outer, steps, inner, _threads(outer * steps * inner))
 
 
 # --- CPU ---
 
 
-def _extents(shape: torch.Size, time_dim: int) -> tuple[int, int, int, int]:
-    """outer, steps, inner and the number of threads that this much work is worth."""
-    steps = shape[time_dim]
-    inner = shape[-1] if time_dim == -2 else prod(shape[time_dim % len(shape) + 1 :])
+def _threads(size: int) -> int:
+    """How many threads this much work is worth."""
+    return 1 if size < 2 * _PER_THREAD else min(size // _PER_THREAD, torch.get_num_threads())
+
+
+def _extents(shape: torch.Size, time_dim: int) -> Extents:
+    """outer, steps and inner, all 0 when there is nothing, and the number of threads."""
     size = shape.numel()
-    outer = size // (steps * inner)
-    threads = 1 if size < 2 * _PER_THREAD else min(size // _PER_THREAD, torch.get_num_threads())
-    return outer, steps, inner, threads
+    if not size:
+        return 0, 0, 0, 1
+    steps, inner = shape[time_dim], prod(shape[time_dim % len(shape) + 1 :])
+    return size // (steps * inner), steps, inner, _threads(size)
 
 
 def _call_forward(
     kernel: Any,
+    extents: Extents,
     reward: Tensor,
     value: Tensor,
     next_value: Tensor,
@@ -126,24 +122,26 @@ def _call_forward(
     lmbdas: Tensor | None,
     gamma: float,
     lmbda: float,
-    time_dim: int,
 ) -> tuple[Tensor, Tensor]:
+    outer, steps, inner, threads = extents
     advantage, value_target = torch.empty_like(reward), torch.empty_like(reward)
-    if advantage.numel():
-        kernel(
-            reward.data_ptr(),
-            value.data_ptr(),
-            next_value.data_ptr(),
-            done.data_ptr(),
-            terminated.data_ptr(),
-            gammas.data_ptr() if gammas is not None else None,
-            lmbdas.data_ptr() if lmbdas is not None else None,
-            gamma,
-            lmbda,
-            advantage.data_ptr(),
-            value_target.data_ptr(),
-            *_extents(reward.shape, time_dim),
-        )
+    kernel(
+        reward.data_ptr(),
+        value.data_ptr(),
+        next_value.data_ptr(),
+        done.data_ptr(),
+        terminated.data_ptr(),
+        gammas.data_ptr() if gammas is not None else None,
+        lmbdas.data_ptr() if lmbdas is not None else None,
+        gamma,
+        lmbda,
+        advantage.data_ptr(),
+        value_target.data_ptr(),
+        outer,
+        steps,
+        inner,
+        threads,
+    )
     return advantage, value_target
 
 
@@ -169,7 +167,14 @@ def _gae_cpu(
     r, v, w = (x.to(gamma.dtype).contiguous() for x in (reward, value, next_value))
     coefficients = _cpu_coefficients(gamma, lmbda, reward.shape)
     advantage, value_target = _call_forward(
-        _FORWARD[gamma.dtype], r, v, w, done.contiguous(), terminated.contiguous(), *coefficients, time_dim
+        _FORWARD[gamma.dtype],
+        _extents(reward.shape, time_dim),
+        r,
+        v,
+        w,
+        done.contiguous(),
+        terminated.contiguous(),
+        *coefficients,
     )
     return advantage.to(reward.dtype), value_target.to(reward.dtype)
 
