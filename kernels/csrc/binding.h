@@ -1,12 +1,13 @@
 // Kernels as functions of a Python module, converted by their C++ signatures: GRL_PYTHON(grl_gae_f32) beside the
-// definition is all that a new one needs. Called from Python, a pointer is an int or None. ctypes takes a microsecond
-// to convert fifteen arguments; this takes a tenth of one.
+// definition is all that a new one needs. Called from Python, a pointer is an int or None; the result is an int, or None
+// for void. ctypes takes a microsecond to convert fifteen arguments; this takes a tenth of one.
 #pragma once
 #define Py_LIMITED_API 0x030a0000
 #include <Python.h>
 
 #include <cstdint>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 namespace grl {
@@ -45,7 +46,7 @@ bool read(PyObject* object, T*& x) {
 template <auto F>
 struct Call;
 
-template <class... Args, void (*F)(Args...)>
+template <class Result, class... Args, Result (*F)(Args...)>
 struct Call<F> {
     static PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
         if (count != Py_ssize_t(sizeof...(Args)))
@@ -58,9 +59,15 @@ struct Call<F> {
         std::tuple<Args...> x;
         if (!(read(args[I], std::get<I>(x)) && ...)) return nullptr;
         PyThreadState* const state = PyEval_SaveThread();
-        F(std::get<I>(x)...);
-        PyEval_RestoreThread(state);
-        Py_RETURN_NONE;
+        if constexpr (std::is_void_v<Result>) {
+            F(std::get<I>(x)...);
+            PyEval_RestoreThread(state);
+            Py_RETURN_NONE;
+        } else {
+            const int64_t result = F(std::get<I>(x)...);
+            PyEval_RestoreThread(state);
+            return PyLong_FromLongLong(result);
+        }
     }
 };
 
