@@ -32,7 +32,7 @@ _chosen: dict[Any, dict[str, int]] = {}
 @triton.jit
 def _compose(c_first, d_first, c_then, d_then):
     """``x -> c_then (c_first x + d_first) + d_then``. A zero coefficient lets nothing through, not even NaN."""
-    return c_then * c_first, d_then + tl.where(c_then == 0, 0.0, c_then * d_first)
+    return tl.where(c_then == 0, 0.0, c_then * c_first), d_then + tl.where(c_then == 0, 0.0, c_then * d_first)
 
 
 @triton.jit
@@ -89,9 +89,21 @@ def _blocks(rows: int, steps: int, block: int, most_rows: int, most_time: int, w
 def block_table(rows: int, steps: int, time_stride: int) -> list[dict[str, int]]:
     """Block sizes worth trying, that of the fixed rule first."""
     if time_stride == 1:  # long blocks of time
-        tries = [(BLOCK, 64, 1024, 4), (512, 64, 128, 4), (BLOCK, 64, 256, 4), (512, 64, 512, 2), (2048, 64, 2048, 8)]
+        tries = [
+            (BLOCK, 64, BLOCK, 4),
+            (512, 64, 128, 4),
+            (BLOCK, 64, 256, 4),
+            (512, 64, 512, 2),
+            (BLOCK, 64, BLOCK, 8),
+        ]
     else:  # wide blocks of rows
-        tries = [(BLOCK, 16, 64, 4), (512, 32, 16, 4), (BLOCK, 64, 16, 4), (2048, 32, 64, 8), (256, 16, 16, 2)]
+        tries = [
+            (BLOCK, 16, BLOCK // 16, 4),
+            (512, 32, 16, 4),
+            (BLOCK, 64, 16, 4),
+            (BLOCK, 32, 32, 8),
+            (256, 16, 16, 2),
+        ]
     if time_stride != 1 and rows < 16:  # few rows leave room for more time
         tries[0] = (BLOCK, 16, BLOCK // triton.next_power_of_2(rows), 4)
     table = [_blocks(rows, steps, *sizes) for sizes in tries]

@@ -141,7 +141,7 @@ GRL_INLINE void scan_rows(T* d, T* c, int64_t stride, int64_t n, typename Vec<T,
             if (!Lag1) x = carry[slot];
             x = dv[i] + cv[i] * (V)((M)x & (M)(cv[i] != T(0)));
             dv[i] = x;
-            if (Product) cv[i] = p = p * cv[i];
+            if (Product) cv[i] = p = (V)((M)(p * cv[i]) & (M)(cv[i] != T(0)));  // also where p is NaN
             if (!Lag1) {
                 carry[slot] = x;
                 slot = Reverse ? (slot == 0 ? lag - 1 : slot - 1) : (slot == lag - 1 ? 0 : slot + 1);

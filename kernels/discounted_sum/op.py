@@ -45,11 +45,17 @@ def sum_of_earlier(x: Tensor, done: Tensor | None, gamma: Tensor, time_dim: int)
 
     gamma: in the accumulation dtype, 0-d or of the full shape; ``time_dim`` counts from the end.
     """
+
     # Reversed in time, step t needs the coefficient of t - 1; what rolls around to the end meets no further step.
-    done, gamma = (
-        v if v is None or v.dim() == 0 else v.roll(1, time_dim).flip(time_dim).contiguous() for v in (done, gamma)
+    def before(v: Tensor) -> Tensor:
+        return v.roll(1, time_dim).flip(time_dim)
+
+    s: Tensor = _recurrence(
+        x.flip(time_dim),
+        done if done is None else before(done),
+        gamma if gamma.dim() == 0 else before(gamma),
+        time_dim,
     )
-    s: Tensor = _recurrence(x.flip(time_dim), done, gamma, time_dim)
     return s.flip(time_dim)
 
 

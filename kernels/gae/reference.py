@@ -42,7 +42,8 @@ def gae_reference(
         bootstrap = torch.where(terminated[t], zero, next_value[t])
         coefficient = torch.where(over[t], zero, gamma[t] * lmbda[t])
         delta = reward[t] + gamma[t] * bootstrap - value[t]
-        carry = delta + coefficient * torch.where(coefficient == 0, zero, carry)
+        # Where a finite value is multiplied by zero it stays: it is the derivative by the coefficient.
+        carry = delta + coefficient * torch.where((coefficient == 0) & ~carry.isfinite(), zero, carry)
         advantage.append(carry)
     stacked = torch.stack(advantage[::-1]) if advantage else torch.zeros_like(reward)
     return stacked.movedim(0, time_dim), (stacked + value).movedim(0, time_dim)

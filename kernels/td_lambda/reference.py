@@ -34,7 +34,8 @@ def td_lambda_reference(
         torch.as_tensor(x, dtype=torch.float64).broadcast_to(done.movedim(0, time_dim).shape).movedim(time_dim, 0)
         for x in (gamma, lmbda)
     )
-    zero, one, targets = reward.new_zeros(()), reward.new_ones(()), []
+    zero, one = reward.new_zeros(()), reward.new_ones(())
+    targets: list[Tensor] = []
     for t in reversed(range(reward.shape[0])):
         bootstrap = torch.where(terminated[t], zero, next_value[t])
         over = done[t] if targets else torch.ones_like(done[t])

@@ -18,12 +18,14 @@ def _clip(x, most):
 
 @triton.jit
 def forward_kernel(
-    reward, value, next_value, ratio, done, terminated, gamma, lmbda, value_target, advantage, rho_clip, c_clip,
+    reward, value, next_value, ratio, done, terminated, gamma, lmbda, value_target, advantage,
+    rho_clip: tl.float64, c_clip: tl.float64,  # a plain float would arrive rounded to float32
     rows, steps, row_stride, time_stride, outer_stride,
     GAMMA: tl.constexpr, LMBDA: tl.constexpr, ROWS: tl.constexpr, TIME: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     base, row_live = offsets(row_stride, outer_stride, rows, ROWS)
     lane = tl.arange(0, TIME)[None, :]
+    rho_most, c_most = tl.full((), rho_clip, ACC), tl.full((), c_clip, ACC)
     carry = tl.zeros((ROWS, 1), dtype=ACC)
     blocks = tl.cdiv(steps, TIME)
     for i in range(blocks):
@@ -36,9 +38,9 @@ def forward_kernel(
         v = tl.load(value + at, mask=live, other=0.0).to(ACC)
         r = tl.load(reward + at, mask=live, other=0.0).to(ACC)
         bootstrap = tl.where(ended, 0.0, tl.load(next_value + at, mask=live, other=0.0).to(ACC))
-        rho = _clip(p, rho_clip)
+        rho = _clip(p, rho_most)
         d = rho * (r + g * bootstrap - v)
-        c = tl.where(carries, g * l * _clip(p, c_clip), 0.0)
+        c = tl.where(carries, g * l * _clip(p, c_most), 0.0)
         x, leaving = scan(c, d, carry, lane, True)
         # x of the step after: a neighbour's, or for the last lane what the block after carries in.
         neighbour = tl.gather(x, tl.minimum(lane + 1, TIME - 1) + tl.zeros((ROWS, 1), dtype=tl.int32), 1)
@@ -53,12 +55,14 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     grad_value_target, grad_advantage, value, next_value, value_target, ratio, done, terminated, gamma, lmbda,
-    grad_reward, grad_value, grad_next_value, grad_gamma, grad_lmbda, rho_clip, c_clip,
+    grad_reward, grad_value, grad_next_value, grad_gamma, grad_lmbda,
+    rho_clip: tl.float64, c_clip: tl.float64,
     rows, steps, row_stride, time_stride, outer_stride,
     GAMMA: tl.constexpr, LMBDA: tl.constexpr, ROWS: tl.constexpr, TIME: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     base, row_live = offsets(row_stride, outer_stride, rows, ROWS)
     lane = tl.arange(0, TIME)[None, :]
+    rho_most, c_most = tl.full((), rho_clip, ACC), tl.full((), c_clip, ACC)
     carry = tl.zeros((ROWS, 1), dtype=ACC)
     for i in range(tl.cdiv(steps, TIME)):
         t = i * TIME + lane
@@ -69,14 +73,14 @@ def backward_kernel(
         g0, l0 = coefficient(gamma, before, has_before, GAMMA), coefficient(lmbda, before, has_before, LMBDA)
         p0 = tl.load(ratio + before, mask=has_before, other=0.0).to(ACC)
         x0 = tl.load(grad_advantage + before, mask=has_before, other=0.0).to(ACC)
-        c = tl.where(over, 0.0, g0 * l0 * _clip(p0, c_clip))
+        c = tl.where(over, 0.0, g0 * l0 * _clip(p0, c_most))
         direct = tl.load(grad_value_target + at, mask=live, other=0.0).to(ACC)
-        direct += tl.where(over, 0.0, g0 * _clip(p0, rho_clip) * x0)
+        direct += tl.where(over, 0.0, g0 * _clip(p0, rho_most) * x0)
         y, carry = scan(c, direct, carry, lane, False)
 
         x = tl.load(grad_advantage + at, mask=live, other=0.0).to(ACC)
         p = tl.load(ratio + at, mask=live, other=0.0).to(ACC)
-        rho, g = _clip(p, rho_clip), coefficient(gamma, at, live, GAMMA)
+        rho, g = _clip(p, rho_most), coefficient(gamma, at, live, GAMMA)
         ended = flag(terminated, at, live)
         carries = live & (t + 1 < steps) & (flag(done, at, live) == 0) & (ended == 0)
         r = rho * (y + x)
@@ -89,7 +93,7 @@ def backward_kernel(
             bootstrap = tl.load(next_value + at, mask=live & (ended == 0), other=0.0).to(ACC)
             later = tl.load(value_target + at + time_stride, mask=carries, other=0.0).to(ACC)
             traced = later - tl.load(value + at + time_stride, mask=carries, other=0.0).to(ACC)
-            traced = tl.where(carries, _clip(p, c_clip) * y * traced, 0.0)
+            traced = tl.where(carries, _clip(p, c_most) * y * traced, 0.0)
             further = tl.where(carries, later, bootstrap)
             tl.store(grad_gamma + at, rho * (y * bootstrap + x * further) + l * traced, mask=live)
             tl.store(grad_lmbda + at, g * traced, mask=live)
