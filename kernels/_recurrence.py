@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graphrl.errors import require_extra
-from graphrl.kernels._eager import inside_transform
+from graphrl.kernels._eager import inside_transform, plain_eager
 from graphrl.kernels._lib import lib as _native
 
 __all__ = ["Recurrence", "ends", "extents", "following", "threads_for"]
@@ -81,6 +81,8 @@ class Recurrence:
 
     def __call__(self, *args: Any) -> Any:
         """The operator on checked arguments, in eager mode, traced or under ``torch.func``."""
+        if plain_eager() and all(not isinstance(x, Tensor) or _plain(x) for x in args):
+            return self.forward_cpu(*args)
         if inside_transform():  # refuses the autograd wrapper that torch.library generates
             return self._transformable.apply(*args)
         return getattr(torch.ops.graphrl, self.name)(*args)
@@ -296,6 +298,11 @@ class Recurrence:
             vmap = staticmethod(self._vmap)
 
         return Transformable
+
+
+def _plain(x: Tensor) -> bool:
+    """True for an ordinary tensor on the CPU that asks for no gradient now."""
+    return type(x) is Tensor and x.is_cpu and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def _to_front(x: Any, dim: int | None, size: int, rank: int) -> Any:

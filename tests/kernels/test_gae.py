@@ -1,4 +1,4 @@
-"""What only GAE has: messages, its short cut, and the numbers of known defects."""
+"""What only GAE has: messages and the numbers of known defects."""
 
 from __future__ import annotations
 
@@ -109,10 +109,3 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     if not hasattr(os, "fork"):
         pytest.skip("no fork on this platform")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_eager_short_cut_and_operator_agree_to_the_bit():
-    t = random_trajectory((9, 700, 1), torch.float32)
-    through_operator = gae(*t, torch.tensor(0.99), torch.tensor(0.95))
-    for found, expected in zip(gae(*t, 0.99, 0.95), through_operator, strict=True):
-        assert torch.equal(found, expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, as_tuple
 from tensordict import TensorDict
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -41,7 +41,7 @@ def loss_and_gradient(family):
     def loss(reward, *others):
         reward = reward.detach().requires_grad_()
         out = run(reward, *others)
-        total = sum(x.square().sum() for x in (out if isinstance(out, tuple) else (out,)))
+        total = sum(x.square().sum() for x in as_tuple(out))
         return total, torch.autograd.grad(total, reward)[0]
 
     return loss
@@ -98,7 +98,7 @@ def test_compiles_without_graph_breaks(family):
 def test_compiled_gradient_equals_eager(family):
     def loss(*tensors):
         out = family.function(*tensors)
-        return sum(x.square().sum() for x in (out if isinstance(out, tuple) else (out,)))
+        return sum(x.square().sum() for x in as_tuple(out))
 
     results = []
     for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
@@ -141,3 +141,14 @@ def test_meta_tensors_give_meta_results(family):
     meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
     for x in family(meta):
         assert x.device.type == "meta" and x.shape == (3, 9, 1) and x.dtype == torch.bfloat16
+
+
+@every_family
+def test_eager_short_cut_and_operator_agree_to_the_bit(family):
+    arguments = family.draw((9, 700, 1), torch.float32)
+    tensors = {name: torch.tensor(arguments[name]) for name in family.coefficients}
+    operator = getattr(torch.ops.graphrl, family.name)
+    expected = as_tuple(operator(*(arguments | tensors).values(), -2, *options_of(family)))
+    for found in (family(arguments), family(arguments | tensors)):
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x, y)
