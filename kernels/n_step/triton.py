@@ -16,7 +16,7 @@ from torch import Tensor
 
 __all__ = ["backward", "forward"]
 
-BLOCK = 1024  # elements of one program: four warps, eight elements a thread
+BLOCK = 512  # elements of one program: four warps, four windows a thread, whose state lies in registers
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # Triton 3.9 warns unless fusion is chosen
 
 
@@ -41,7 +41,7 @@ def _flag(pointer, at, live):
 
 
 @triton.jit
-def _forward_kernel(
+def forward_kernel(
     reward, done, terminated, gamma, horizon, total, discount, index, n, size, steps, inner,
     GAMMA: tl.constexpr, HORIZON: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +72,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def backward_kernel(
     grad, done, terminated, gamma, horizon, grad_reward, n, size, steps, inner,
     GAMMA: tl.constexpr, HORIZON: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -119,12 +119,12 @@ def forward(reward: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """``graphrl::n_step_return`` on a GPU: same arguments, same results."""
     total, discount = (torch.empty(reward.shape, dtype=reward.dtype, device=reward.device) for _ in range(2))
     index = torch.empty(reward.shape, dtype=torch.int64, device=reward.device)
-    _launch(_forward_kernel, reward, args, total, discount, index)
+    _launch(forward_kernel, reward, args, total, discount, index)
     return total, discount, index
 
 
 def backward(grad: Tensor, *args: Any) -> Tensor:
     """Gradient of reward, in the dtype of ``grad``."""
     grad_reward = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-    _launch(_backward_kernel, grad, args, grad_reward)
+    _launch(backward_kernel, grad, args, grad_reward)
     return grad_reward

@@ -192,7 +192,7 @@ def test_equals_torchrl(shape, end):
     functional = pytest.importorskip("torchrl.objectives.value.functional")
     t, ratio = random_trajectory(shape, end=end), random_ratio(shape)
     expected = functional.vtrace_advantage_estimate(
-        0.99, ratio.log(), torch.zeros_like(ratio), t.value, t.next_value, t.reward, t.done, t.terminated, 1.2, 0.8
+        0.99, ratio.log(), torch.zeros_like(ratio), t.value, t.next_value, t.reward, t.done, t.terminated, 1.25, 0.75
     )
-    for found, y in zip(vtrace(*t, ratio, 0.99, rho_clip=1.2, c_clip=0.8), expected, strict=True):
+    for found, y in zip(vtrace(*t, ratio, 0.99, rho_clip=1.25, c_clip=0.75), expected, strict=True):
         torch.testing.assert_close(found, y)
