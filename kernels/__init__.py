@@ -8,16 +8,20 @@ from graphrl.kernels.discounted_sum import discounted_sum
 from graphrl.kernels.gae import gae
 from graphrl.kernels.mlp import mlp_forward
 from graphrl.kernels.n_step import n_step_return
+from graphrl.kernels.sum_tree import SumTree, sum_tree_search, sum_tree_update
 from graphrl.kernels.td_lambda import lambda_return, td0, td1, td_lambda
 from graphrl.kernels.vtrace import vtrace
 
 __all__ = [
+    "SumTree",
     "categorical_projection",
     "discounted_sum",
     "gae",
     "lambda_return",
     "mlp_forward",
     "n_step_return",
+    "sum_tree_search",
+    "sum_tree_update",
     "td0",
     "td1",
     "td_lambda",

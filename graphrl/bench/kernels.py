@@ -18,8 +18,7 @@ from graphrl.bench import gae_peers, return_peers, tree_peers
 from graphrl.bench.tables import BenchOptions, installed, measure
 from graphrl.compiler.benchmark import BenchmarkTable, refused_row
 from graphrl.compiler.verify import relative_error
-from graphrl.kernels import categorical_projection, discounted_sum, gae, n_step_return, td_lambda, vtrace
-from graphrl.kernels.sum_tree import SumTree
+from graphrl.kernels import SumTree, categorical_projection, discounted_sum, gae, n_step_return, td_lambda, vtrace
 
 __all__ = ["suite"]
 

@@ -36,7 +36,7 @@ struct Tree {
     static constexpr T kInfinity = std::numeric_limits<T>::infinity();
 
     T* leaves;
-    T* inner;  // [3, width]: sums, smallest above zero, largest
+    T* inner;  // [3, width]: sums, smallest above zero (or 0), largest
     int64_t capacity, width;
     int64_t root = 0;                               // level of the root; the leaves are level 0
     int64_t size[kLevels] = {}, at[kLevels] = {};  // of each level: nodes, and where they begin in `inner`
@@ -56,38 +56,23 @@ struct Tree {
         return spare;
     }
 
-    GRL_INLINE void recompute_above_leaves(int64_t node) {
-        T spare[kFan];
-        const T* w = node_of_leaves(node, spare);
-        V low = V{} + kInfinity, high = {};
-        for (int64_t j = 0; j < kFan; j += kLanes) {
-            const V x = Lanes<T>::load(w + j), above_zero = x > V{} ? x : V{} + kInfinity;
-            low = above_zero < low ? above_zero : low;
-            high = x > high ? x : high;
-        }
-        store(1, node, w, low, high);
-    }
-
+    // The nodes of level 1 stand above leaves, whose least and largest are the leaves themselves.
     GRL_INLINE void recompute(int64_t level, int64_t node) {
-        const T *w = inner + at[level - 1] + node * kFan, *lows = w + width, *highs = lows + width;
-        V low = Lanes<T>::load(lows), high = Lanes<T>::load(highs);
-        for (int64_t j = kLanes; j < kFan; j += kLanes) {
-            const V x = Lanes<T>::load(lows + j), y = Lanes<T>::load(highs + j);
-            low = x < low ? x : low;
-            high = y > high ? y : high;
+        T spare[kFan];
+        const T* w = level == 1 ? node_of_leaves(node, spare) : inner + at[level - 1] + node * kFan;
+        const int64_t row = level == 1 ? 0 : width;
+        V least = V{} + kInfinity, largest = {};
+        for (int64_t j = 0; j < kFan; j += kLanes) {
+            const V x = Lanes<T>::load(w + row + j), y = Lanes<T>::load(w + 2 * row + j);
+            const V above_zero = x > V{} ? x : V{} + kInfinity;
+            least = above_zero < least ? above_zero : least;
+            largest = y > largest ? y : largest;
         }
-        store(level, node, w, low, high);
-    }
-
-    GRL_INLINE void store(int64_t level, int64_t node, const T* w, V low, V high) {
-        T sum = w[0], least = low[0], most = high[0];
+        T sum = w[0], low = least[0], high = largest[0];
         for (int64_t j = 1; j < kFan; ++j) sum += w[j];
-        for (int64_t j = 1; j < kLanes; ++j) {
-            least = std::min(least, low[j]);
-            most = std::max(most, high[j]);
-        }
+        for (int64_t j = 1; j < kLanes; ++j) low = std::min(low, least[j]), high = std::max(high, largest[j]);
         T* to = inner + at[level] + node;
-        to[0] = sum, to[width] = least, to[2 * width] = most;
+        to[0] = sum, to[width] = low == kInfinity ? T(0) : low, to[2 * width] = high;
     }
 };
 
@@ -129,10 +114,7 @@ int64_t update(Tree<T> tree, const int64_t* index, const T* priority, int64_t co
     std::vector<uint64_t> seen;
     for (int64_t level = 1; level <= tree.root; ++level) {
         count = parents_of(nodes.data(), count, tree.size[level], seen);
-        if (level == 1)
-            for (int64_t i = 0; i < count; ++i) tree.recompute_above_leaves(nodes[i]);
-        else
-            for (int64_t i = 0; i < count; ++i) tree.recompute(level, nodes[i]);
+        for (int64_t i = 0; i < count; ++i) tree.recompute(level, nodes[i]);
     }
     return -1;
 }

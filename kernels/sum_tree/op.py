@@ -63,7 +63,7 @@ def sum_tree_search(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int =
         return _search_cpu(leaves, inner, prefix, strata)
     if prefix.device != leaves.device:
         raise SpecError(f"sum_tree_search: prefix is on {prefix.device}, the tree on {leaves.device}. prefix.to(...)")
-    prefix = prefix.detach().to(leaves.dtype)
+    prefix = (prefix.detach() if prefix.requires_grad else prefix).to(leaves.dtype)
     found: tuple[Tensor, Tensor] = torch.ops.graphrl.sum_tree_search(leaves, inner, prefix, strata)
     return found
 

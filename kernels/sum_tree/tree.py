@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graphrl.errors import SpecError
-from graphrl.kernels.sum_tree.layout import empty_inner
+from graphrl.kernels.sum_tree.layout import level_offsets
 from graphrl.kernels.sum_tree.op import sum_tree_search, sum_tree_update
 
 __all__ = ["SumTree"]
@@ -40,7 +40,7 @@ class SumTree(nn.Module):
         if dtype not in (torch.float32, torch.float64):
             raise SpecError(f"SumTree: dtype is {dtype}, expected float64 or float32: sums of halves lose leaves")
         self.register_buffer("leaves", torch.zeros(capacity, dtype=dtype, device=device))
-        self.register_buffer("inner", empty_inner(capacity, dtype, device))
+        self.register_buffer("inner", torch.zeros(3, level_offsets(capacity)[1], dtype=dtype, device=device))
 
     def __len__(self) -> int:
         return self.leaves.shape[0]
@@ -53,11 +53,11 @@ class SumTree(nn.Module):
         if priority.dim() != 1 or len(priority) > len(self):
             raise SpecError(f"SumTree.build: priority is {list(priority.shape)}, expected [n], n <= {len(self)}")
         rest = self.leaves.new_zeros(len(self) - len(priority))
-        self.update(torch.arange(len(self)), torch.cat([priority.to(self.leaves), rest]))
+        self.update(torch.arange(len(self), device=self.leaves.device), torch.cat([priority.to(self.leaves), rest]))
 
     def update(self, index: Any, priority: Any) -> None:
-        """Write ``priority`` [*B], or one number for all, to the leaves ``index`` [*B]; the last write to a leaf stays."""
-        sum_tree_update(self.leaves, self.inner, self._tensor(index), self._tensor(priority))
+        """Write ``priority``, [*B] or one number, to the leaves ``index``, [*B]; the last write to a leaf stays."""
+        sum_tree_update(self.leaves, self.inner, self._tensor(index), self._tensor(priority, self.leaves.dtype))
 
     def __getitem__(self, index: Any) -> Tensor:
         """A copy of the priorities at ``index``: an integer, slice or tensor, as torch reads them."""
@@ -70,7 +70,7 @@ class SumTree(nn.Module):
 
     @property
     def min(self) -> Tensor:
-        """The smallest priority above zero, 0-d: of the leaves that can be sampled; infinity when there is none.
+        """The smallest priority above zero, 0-d: of the leaves that can be sampled; 0 when there is none.
 
         Importance weights divided by their maximum are ``(tree.min / priority) ** beta``.
         """
@@ -86,7 +86,7 @@ class SumTree(nn.Module):
 
         Never one of priority 0: outside [0, total) the nearest leaf above zero counts.
         """
-        return sum_tree_search(self.leaves, self.inner, self._tensor(prefix))
+        return sum_tree_search(self.leaves, self.inner, self._tensor(prefix, self.leaves.dtype))
 
     def sample(
         self, n: int, *, generator: torch.Generator | None = None, stratified: bool = False
@@ -99,5 +99,5 @@ class SumTree(nn.Module):
         uniform = torch.rand(n, dtype=leaves.dtype, device=leaves.device, generator=generator)
         return sum_tree_search(leaves, self.inner, uniform, n if stratified else 1)
 
-    def _tensor(self, x: Any) -> Tensor:
-        return x if isinstance(x, Tensor) else torch.as_tensor(x, device=self.leaves.device)
+    def _tensor(self, x: Any, dtype: torch.dtype | None = None) -> Tensor:
+        return x if isinstance(x, Tensor) else torch.as_tensor(x, dtype=dtype, device=self.leaves.device)

@@ -66,17 +66,17 @@ def _recompute_kernel(
         child = node * FAN + j
         if ABOVE_LEAVES:
             x = tl.load(leaves + child, mask=live & (child < capacity), other=0.0)
-            y, z = tl.where(x > 0, x, float("inf")), x
+            y, z = x, x
         else:
-            from_child = inner + below + child
-            x = tl.load(from_child, mask=live, other=0.0)
-            y = tl.load(from_child + width, mask=live, other=float("inf"))
-            z = tl.load(from_child + 2 * width, mask=live, other=0.0)
+            x = tl.load(inner + below + child, mask=live, other=0.0)
+            y = tl.load(inner + below + child + width, mask=live, other=0.0)
+            z = tl.load(inner + below + child + 2 * width, mask=live, other=0.0)
         total += x
-        low, high = tl.minimum(low, y), tl.maximum(high, z)
+        low = tl.minimum(low, tl.where(y > 0, y, float("inf")))
+        high = tl.maximum(high, z)
     to = inner + at + node
     tl.store(to, total, mask=live)
-    tl.store(to + width, low, mask=live)
+    tl.store(to + width, tl.where(low < float("inf"), low, 0.0), mask=live)
     tl.store(to + 2 * width, high, mask=live)
 
 
@@ -119,12 +119,13 @@ def _search_kernel(
             x = shifted / k * total
     x = tl.where(x > 0, x, 0.0)
     node = tl.zeros((BLOCK,), dtype=tl.int64)
-    at = FAN  # behind the root
+    at = tl.zeros((), dtype=tl.int64) + FAN  # behind the root
+    per_node = tl.zeros((), dtype=tl.int64) + leaves_of_node  # which a launch makes a constant when it is 1
     for _ in range(levels):
-        size = tl.cdiv(capacity, leaves_of_node)
+        size = tl.cdiv(capacity, per_node)
         node, x = _descend(inner + at, node, x, live, size, FAN)
         at += tl.cdiv(size, FAN) * FAN
-        leaves_of_node = leaves_of_node // FAN
+        per_node = per_node // FAN
     node, x = _descend(leaves, node, x, live, capacity, FAN)
     tl.store(index + i, node, mask=live)
     tl.store(priority + i, tl.load(leaves + node, mask=live, other=0.0), mask=live)

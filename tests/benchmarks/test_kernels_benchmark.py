@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrl.kernels import categorical_projection, discounted_sum, n_step_return, td_lambda, vtrace
-from graphrl.kernels.sum_tree import SumTree
+from graphrl.kernels import SumTree, categorical_projection, discounted_sum, n_step_return, td_lambda, vtrace
 
 SIZES = [(8, 128), (1000, 1000)]
 CALLS = {
