@@ -11,7 +11,7 @@ demo: $(READY)
 	graphrl demo
 
 test: $(READY)
-	python -m pytest
+	python -m pytest -n auto --dist worksteal
 
 check: $(READY)
 	ruff check .

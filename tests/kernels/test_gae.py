@@ -28,7 +28,7 @@ def test_mixed_float_dtypes_are_promoted():
         ({"value": lambda x: x.to("meta")}, r"value is on meta, but reward is on cpu"),
         ({"lmbda": lambda x: torch.ones(1, 4, 9, 1)}, r"lmbda is \[1, 4, 9, 1\] and does not broadcast"),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else next(iter(x)),
 )
 def test_wrong_arguments_are_refused(change, message):
     arguments = random_trajectory((4, 9, 1))._asdict() | {"gamma": 0.9, "lmbda": 0.9, "time_dim": -2}
