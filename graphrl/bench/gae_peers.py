@@ -71,9 +71,8 @@ def lfilter(data: Sequence[Tensor]) -> Callable[[], Any]:
         delta = (reward + GAMMA * next_value * ~terminated - value).reshape(-1)
         ends = done.copy()
         ends[:, -1] = True
-        stops = np.flatnonzero(ends.reshape(-1)) + 1
         advantage, start = np.empty_like(delta), 0
-        for stop in stops:
+        for stop in (np.flatnonzero(ends) + 1).tolist():
             advantage[start:stop] = filtered([1], [1, -GAMMA * LMBDA], delta[start:stop][::-1])[::-1]
             start = stop
         advantage = advantage.reshape(reward.shape)

@@ -203,8 +203,14 @@ def _over_trajectories(
 ) -> BenchmarkTable:
     reference = function(*_double(data), *numbers)
     reference = reference if isinstance(reference, tuple) else (reference,)
-    makers = _wanted(peers, options) | {"graphrl": lambda: lambda: function(*data, *numbers)}
+    makers = _second(_wanted(peers, options), lambda: lambda: function(*data, *numbers))
     return _table(title, makers, reference, options, _copy([*data, *_float(reference)]))
+
+
+def _second(peers: Mapping[str, Make | str], own: Make) -> dict[str, Make | str]:
+    """Ours after the first peer, which is of numba or numpy: see :func:`_copy` for what torch's rows do to the next."""
+    first, *rest = [*peers.items()] or [("graphrl", own)]
+    return dict([first, ("graphrl", own), *rest])
 
 
 def _projection(rows: int, atoms: int, options: BenchOptions) -> BenchmarkTable:
@@ -214,11 +220,12 @@ def _projection(rows: int, atoms: int, options: BenchOptions) -> BenchmarkTable:
     terminated = (torch.rand(rows, 1, generator=generator) < 0.1).to(device)
     support = torch.linspace(-10, 10, atoms, device=device)
     data = (probs, reward, terminated)
-    makers: dict[str, Make | str] = {
-        "PyTorch, index_add_": lambda: return_peers.index_add_projection(*data, support, GAMMA),
-        "graphrl": lambda: lambda: categorical_projection(*data, GAMMA, support),
+    peers: dict[str, Peer] = {
+        "numpy, bincount": ("numpy", False, lambda: return_peers.bincount_projection(*data, support, GAMMA)),
+        "PyTorch, index_add_": ("torch", True, lambda: return_peers.index_add_projection(*data, support, GAMMA)),
     }
-    reference = categorical_projection(*_double(data), GAMMA, support.double())
+    makers = _second(_wanted(peers, options), lambda: lambda: categorical_projection(*data, GAMMA, support))
+    reference = categorical_projection(probs.double(), reward.double(), terminated, GAMMA, support.double())
     return _table(f"categorical_projection {rows} x {atoms}", makers, [reference], options, _copy([*data, probs]))
 
 

@@ -1,6 +1,6 @@
 """The other kernels over trajectories and distributions as they are usually written, in numpy, PyTorch and TorchRL.
 
-Each class of peers makes calls without arguments; what they return is in the order of graphrl's own result.
+Each function makes a call without arguments, whose result is that of graphrl's kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["index_add_projection", "numpy_discounted_sum", "numpy_n_step", "numpy_td_lambda", "numpy_vtrace", "torchrl"]
+__all__ = [
+    "bincount_projection",
+    "index_add_projection",
+    "numpy_discounted_sum",
+    "numpy_n_step",
+    "numpy_td_lambda",
+    "numpy_vtrace",
+    "torchrl",
+]
 
 Call = Callable[[], Any]
 
@@ -97,6 +105,25 @@ def numpy_n_step(data: Sequence[Tensor], gamma: float, n: int) -> Call:
             alive = head & ~done[:, k:]
         discount[np.take_along_axis(terminated, index, 1)] = 0
         return total, discount, index
+
+    return run
+
+
+def bincount_projection(probs: Tensor, reward: Tensor, terminated: Tensor, support: Tensor, gamma: float) -> Call:
+    """C51's projection in numpy: floor, and one weighted count of where all mass goes."""
+    import numpy as np
+
+    p, r, ends, z = (x.numpy() for x in (probs, reward, terminated, support))
+    (rows, atoms), low, high = p.shape, z[0], z[-1]
+    offset = np.arange(0, rows * atoms, atoms)[:, None]
+
+    def run() -> Any:
+        position = (np.clip(r + gamma * z * ~ends, low, high) - low) * ((atoms - 1) / (high - low))
+        below = np.clip(position.astype(np.int64), 0, atoms - 2)
+        upper = position - below
+        at = np.concatenate([(below + offset).ravel(), (below + offset + 1).ravel()])
+        mass = np.concatenate([(p * (1 - upper)).ravel(), (p * upper).ravel()])
+        return np.bincount(at, mass, rows * atoms).astype(np.float32).reshape(p.shape)
 
     return run
 
