@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import platform
 import statistics
 import time
@@ -38,8 +39,8 @@ class BenchmarkRow:
     """One competitor. Times in microseconds per call.
 
     ``ratio``: how many times faster than the first row, the median over rounds of the two times' ratio within a round;
-    its quartiles tell how far it moved. ``error``: largest one against float64. ``from_disk``: the compile time is that
-    of loading from the on-disk cache.
+    its quartiles tell how far it moved. ``error``: largest one against float64. ``note``: a remark below the table; of
+    a row without times, why it has none. ``from_disk``: the compile time is that of loading from the on-disk cache.
     """
 
     name: str
@@ -75,7 +76,8 @@ class BenchmarkTable:
         """The table as Markdown, for a README."""
         lines = ["| | " + " | ".join(_COLUMNS) + " |", "|---" * (len(_COLUMNS) + 1) + "|"]
         lines += ["| " + " | ".join(cells) + " |" for cells in map(_cells, self.rows)]
-        return "\n".join(lines)
+        remarks = _remarks(self.rows)
+        return "\n".join([*lines, *([""] if remarks else []), *(f"- {x}" for x in remarks)])
 
     def plot(self, path: str | Path) -> Path:
         """Draw medians and quartiles as a PNG. Raises :class:`MissingExtraError` without matplotlib."""
@@ -93,7 +95,7 @@ class BenchmarkTable:
     def __rich__(self) -> Any:
         from rich.table import Table
 
-        caption = ", ".join(f"{k} {v}" for k, v in self.machine.items())
+        caption = "\n".join([*_remarks(self.rows), ", ".join(f"{k} {v}" for k, v in self.machine.items())])
         table = Table("", *_COLUMNS, title=self.title, caption=caption)
         for row in self.rows:
             table.add_row(*_cells(row))
@@ -182,10 +184,15 @@ def time_interleaved(
 
 
 def table_of(
-    title: str, times: Mapping[str, Sequence[float]], compile_s: Mapping[str, float] | None = None
+    title: str,
+    times: Mapping[str, Sequence[float]],
+    compile_s: Mapping[str, float] | None = None,
+    errors: Mapping[str, float] | None = None,
+    notes: Mapping[str, str] | None = None,
 ) -> BenchmarkTable:
     """A table from the result of :func:`time_interleaved`; ratios are against the first entry."""
-    return BenchmarkTable(title, tuple(_rows(times, compile_s or {}, {}, ())), machine())
+    rows = _rows(times, compile_s or {}, errors or {}, (), notes or {})
+    return BenchmarkTable(title, tuple(rows), machine())
 
 
 def refused_row(name: str, reason: str) -> BenchmarkRow:
@@ -219,12 +226,13 @@ def _rows(
     compile_s: Mapping[str, float],
     errors: Mapping[str, float],
     from_disk: Collection[str],
+    notes: Mapping[str, str] | None = None,
 ) -> Iterator[BenchmarkRow]:
     base = next(iter(times.values()))
     for name, seconds in times.items():
         low, median, high = (1e6 * s for s in statistics.quantiles(seconds, n=4))
         slow, middle, fast = statistics.quantiles([a / b for a, b in zip(base, seconds, strict=True)], n=4)
-        given = compile_s.get(name), errors.get(name), ""
+        given = compile_s.get(name), errors.get(name), (notes or {}).get(name, "")
         yield BenchmarkRow(name, median, low, high, middle, *given, slow, fast, name in from_disk)
 
 
@@ -239,8 +247,12 @@ def _tensors(run: Callable[[], Any], keys: Sequence[Key]) -> list[Tensor] | None
     return found if len(found) == len(keys) and all(isinstance(x, Tensor) for x in found) else None
 
 
+def _remarks(rows: Sequence[BenchmarkRow]) -> list[str]:
+    return [f"{row.name}: {row.note}" for row in rows if row.note and not math.isnan(row.median_us)]
+
+
 def _cells(row: BenchmarkRow) -> list[str]:
-    if row.note:
+    if math.isnan(row.median_us):
         return [row.name, "-", "-", "-", "-", row.note]
     return [
         row.name,

@@ -7,6 +7,7 @@ import torch
 __all__ = ["inside_transform", "plain_eager"]
 
 # Checked with torch 2.11 to 2.13. A torch that lacks one of these names takes the dispatcher always: slower, as right.
+_compiling = torch.compiler.is_compiling
 try:
     import torch.autograd.forward_ad as _forward_ad
 
@@ -30,7 +31,7 @@ def plain_eager() -> bool:
     """
     return (
         _KNOWN
-        and not torch.compiler.is_compiling()
+        and not _compiling()
         and _dispatch_modes() == 0
         and not _functorch_active()
         and not _function_mode()
@@ -42,4 +43,4 @@ def plain_eager() -> bool:
 
 def inside_transform() -> bool:
     """True under ``torch.func`` transforms, which refuse the autograd wrapper that ``torch.library`` generates."""
-    return _KNOWN and not torch.compiler.is_compiling() and _functorch_active()
+    return _KNOWN and not _compiling() and _functorch_active()

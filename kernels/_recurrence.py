@@ -16,7 +16,7 @@ from graphrl.errors import require_extra
 from graphrl.kernels._eager import inside_transform, plain_eager
 from graphrl.kernels._lib import lib as _native
 
-__all__ = ["Recurrence", "ends", "extents", "following"]
+__all__ = ["Recurrence", "ends", "extents", "following", "threads_for"]
 
 _ops = torch.library.Library("graphrl", "FRAGMENT")  # keeps the registrations alive
 # Below this many elements per thread, waking one costs more than it saves.
@@ -29,8 +29,12 @@ def extents(shape: torch.Size, time_dim: int) -> tuple[int, int, int, int]:
     inner = shape[-1] if time_dim == -2 else prod(shape[time_dim % len(shape) + 1 :])
     size = shape.numel()
     outer = size // (steps * inner)
-    threads = 1 if size < 2 * _PER_THREAD else min(size // _PER_THREAD, torch.get_num_threads())
-    return outer, steps, inner, threads
+    return outer, steps, inner, threads_for(size)
+
+
+def threads_for(size: int) -> int:
+    """How many threads this many elements are worth."""
+    return 1 if size < 2 * _PER_THREAD else min(size // _PER_THREAD, torch.get_num_threads())
 
 
 def ends(over: Tensor, time_dim: int) -> Tensor:

@@ -11,7 +11,7 @@ from graphrl.errors import GraphRLError, did_you_mean
 
 __all__ = ["SUITES", "run_suites"]
 
-SUITES = ("policy", "update", "ensemble", "gae", "collector", "foreign")
+SUITES = ("policy", "update", "ensemble", "kernels", "collector", "foreign")
 ON_REQUEST = ("precision",)  # whole trainings, which take minutes
 
 

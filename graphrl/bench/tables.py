@@ -59,17 +59,21 @@ def measure(
     *,
     per_call: int = 1,
     compile_s: Mapping[str, float] | None = None,
+    errors: Mapping[str, float] | None = None,
+    notes: Mapping[str, str] | None = None,
 ) -> BenchmarkTable:
     """Time the competitors in turn; ratios are against the first.
 
-    per_call: units of work in a call (frames, steps); times are then those of one unit. On a GPU every call waits
-    for its results, so what is timed is the work, not its launch.
+    per_call: units of work in a call (frames, steps); times are then those of one unit. compile_s, errors, notes: of
+    those that have one, as in :class:`BenchmarkRow`. On a GPU every call waits for its results, so what is timed is
+    the work, not its launch.
     """
     if options.device == "cuda":
         runs = {name: _synchronised(run) for name, run in runs.items()}
     with torch_threads(options.threads or torch.get_num_threads()):
         times = time_interleaved(runs, repeats=options.repeats, round_s=options.round_s)
-        return table_of(title, {name: [s / per_call for s in seconds] for name, seconds in times.items()}, compile_s)
+        each = {name: [s / per_call for s in seconds] for name, seconds in times.items()}
+        return table_of(title, each, compile_s, errors, notes)
 
 
 def _synchronised(run: Callable[[], Any]) -> Callable[[], Any]:

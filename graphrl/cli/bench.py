@@ -18,7 +18,7 @@ __all__ = ["run"]
 class Bench:
     """Measure graphrl beside its peers. All competitors of a suite take turns in one run."""
 
-    suite: str = "policy,update,ensemble,gae,collector"
+    suite: str = "policy,update,ensemble,kernels,collector"
     """Comma-separated. Not among these, as it trains for minutes: precision."""
     device: str = "cpu"
     peers: bool = True

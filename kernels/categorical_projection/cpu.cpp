@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "binding.h"
 #include "parallel.h"
 #include "scan.h"
 
@@ -108,3 +109,6 @@ void run(Projection<T>& p, bool transpose, int64_t threads) {
 
 GRL_PROJECTION(f32, float)
 GRL_PROJECTION(f64, double)
+
+GRL_PYTHON(grl_categorical_projection_f32)
+GRL_PYTHON(grl_categorical_projection_f64)

@@ -1,4 +1,5 @@
 // Discounted reward-to-go and its gradient on the CPU; the equation stands in reference.py.
+#include "binding.h"
 #include "recurrence.h"
 
 namespace grl {
@@ -85,3 +86,8 @@ struct Backward : Shape<T> {
 
 GRL_DISCOUNTED_SUM(f32, float)
 GRL_DISCOUNTED_SUM(f64, double)
+
+GRL_PYTHON(grl_discounted_sum_f32)
+GRL_PYTHON(grl_discounted_sum_f64)
+GRL_PYTHON(grl_discounted_sum_backward_f32)
+GRL_PYTHON(grl_discounted_sum_backward_f64)

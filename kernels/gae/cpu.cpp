@@ -1,4 +1,5 @@
 // Generalised advantage estimation and its gradient on the CPU; the equations stand in reference.py.
+#include "binding.h"
 #include "recurrence.h"
 
 namespace grl {
@@ -117,3 +118,8 @@ struct Backward : Shape<T> {
 
 GRL_GAE(f32, float)
 GRL_GAE(f64, double)
+
+GRL_PYTHON(grl_gae_f32)
+GRL_PYTHON(grl_gae_f64)
+GRL_PYTHON(grl_gae_backward_f32)
+GRL_PYTHON(grl_gae_backward_f64)

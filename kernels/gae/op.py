@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,12 +14,12 @@ from graphrl.kernels._checks import (
 )
 from graphrl.kernels._eager import plain_eager
 from graphrl.kernels._lib import lib as _native
-from graphrl.kernels._recurrence import Recurrence, extents, following
+from graphrl.kernels._recurrence import Recurrence, following, threads_for
 from graphrl.kernels.discounted_sum.op import sum_of_earlier
 
 __all__ = ["gae"]
 
-_FORWARD = {torch.float32: _native.grl_gae_f32, torch.float64: _native.grl_gae_f64}
+_KERNELS = {4: _native.grl_gae_f32, 8: _native.grl_gae_f64}
 
 
 def gae(
@@ -53,14 +51,12 @@ def gae(
 
     Raises SpecError when shapes, dtypes or devices do not fit: nothing but gamma and lmbda is broadcast.
     """
-    if (
-        type(gamma) is float
-        and type(lmbda) is float
-        and plain_eager()
-        and (kernel := _direct_kernel(reward, value, next_value, done, terminated)) is not None
-    ):
-        time_dim = check_time_dim("gae", reward, time_dim)
-        return _call_forward(kernel, reward, value, next_value, done, terminated, gamma, lmbda, time_dim)
+    if type(gamma) is float and type(lmbda) is float and plain_eager():
+        layout = _native.trajectories(reward, value, next_value, done, terminated, 3, time_dim)
+        if layout is not None and not (
+            torch.is_grad_enabled() and (reward.requires_grad or value.requires_grad or next_value.requires_grad)
+        ):
+            return _call_forward(layout, reward, value, next_value, done, terminated, gamma, lmbda)
     check_same_shape("gae", reward=reward, value=value, next_value=next_value, done=done, terminated=terminated)
     time_dim = check_time_dim("gae", reward, time_dim)
     dtype = common_float_dtype("gae", reward=reward, value=value, next_value=next_value)
@@ -77,29 +73,8 @@ def gae(
     )
 
 
-def _direct_kernel(reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor, terminated: Tensor) -> Any:
-    """The C function when these can go to it as they are and no gradient is asked for, else None."""
-    if not (type(reward) is type(value) is type(next_value) is type(done) is type(terminated) is Tensor):
-        return None
-    kernel, shape = _FORWARD.get(reward.dtype), reward.shape
-    if (
-        kernel is not None
-        and reward.dtype == value.dtype == next_value.dtype
-        and done.dtype == terminated.dtype == torch.bool
-        and shape == value.shape == next_value.shape == done.shape == terminated.shape
-        and reward.is_cpu and value.is_cpu and next_value.is_cpu and done.is_cpu and terminated.is_cpu
-        and reward.is_contiguous() and value.is_contiguous() and next_value.is_contiguous()
-        and done.is_contiguous() and terminated.is_contiguous()
-        and not (
-            (reward.requires_grad or value.requires_grad or next_value.requires_grad) and torch.is_grad_enabled()
-        )
-    ):  # fmt: skip
-        return kernel
-    return None
-
-
 def _call_forward(
-    kernel: Any,
+    layout: tuple[int, int, int, int],
     reward: Tensor,
     value: Tensor,
     next_value: Tensor,
@@ -107,24 +82,26 @@ def _call_forward(
     terminated: Tensor,
     gamma: float,
     lmbda: float,
-    time_dim: int,
 ) -> tuple[Tensor, Tensor]:
+    itemsize, outer, steps, inner = layout
     advantage, value_target = torch.empty_like(reward), torch.empty_like(reward)
-    if advantage.numel():
-        kernel(
-            reward.data_ptr(),
-            value.data_ptr(),
-            next_value.data_ptr(),
-            done.data_ptr(),
-            terminated.data_ptr(),
-            None,
-            None,
-            gamma,
-            lmbda,
-            advantage.data_ptr(),
-            value_target.data_ptr(),
-            *extents(reward.shape, time_dim),
-        )
+    _KERNELS[itemsize](
+        reward.data_ptr(),
+        value.data_ptr(),
+        next_value.data_ptr(),
+        done.data_ptr(),
+        terminated.data_ptr(),
+        None,
+        None,
+        gamma,
+        lmbda,
+        advantage.data_ptr(),
+        value_target.data_ptr(),
+        outer,
+        steps,
+        inner,
+        threads_for(outer * steps * inner),
+    )
     return advantage, value_target
 
 

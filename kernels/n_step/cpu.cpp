@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "abi.h"
+#include "binding.h"
 #include "parallel.h"
 #include "scan.h"
 
@@ -180,3 +181,8 @@ void launch(const P& p, int64_t threads) {
 
 GRL_N_STEP(f32, float)
 GRL_N_STEP(f64, double)
+
+GRL_PYTHON(grl_n_step_return_f32)
+GRL_PYTHON(grl_n_step_return_f64)
+GRL_PYTHON(grl_n_step_return_backward_f32)
+GRL_PYTHON(grl_n_step_return_backward_f64)

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "binding.h"
 #include "scan.h"
 
 namespace grl {
@@ -207,14 +208,19 @@ int64_t search(const Search<T>& p) {
 }  // namespace grl
 
 #define GRL_SUM_TREE(SUFFIX, T)                                                                                        \
-    GRL_EXPORT void grl_sum_tree_update_##SUFFIX(T* leaves, T* inner, const int64_t* index, const T* priority,         \
-                                                 int64_t* refused, int64_t capacity, int64_t count) {                  \
-        *refused = grl::update<T>({leaves, inner, capacity}, index, priority, count);                                  \
+    GRL_EXPORT int64_t grl_sum_tree_update_##SUFFIX(T* leaves, T* inner, const int64_t* index, const T* priority,      \
+                                                    int64_t capacity, int64_t count) {                                 \
+        return grl::update<T>({leaves, inner, capacity}, index, priority, count);                                      \
     }                                                                                                                  \
-    GRL_EXPORT void grl_sum_tree_search_##SUFFIX(T* leaves, T* inner, const T* prefix, int64_t* index, T* priority,    \
-                                                 int64_t* refused, int64_t capacity, int64_t count, int64_t strata) {  \
-        *refused = grl::search<T>({{leaves, inner, capacity}, prefix, count, strata, index, priority});                \
+    GRL_EXPORT int64_t grl_sum_tree_search_##SUFFIX(T* leaves, T* inner, const T* prefix, int64_t* index, T* priority, \
+                                                    int64_t capacity, int64_t count, int64_t strata) {                 \
+        return grl::search<T>({{leaves, inner, capacity}, prefix, count, strata, index, priority});                    \
     }
 
 GRL_SUM_TREE(f32, float)
 GRL_SUM_TREE(f64, double)
+
+GRL_PYTHON(grl_sum_tree_update_f32)
+GRL_PYTHON(grl_sum_tree_update_f64)
+GRL_PYTHON(grl_sum_tree_search_f32)
+GRL_PYTHON(grl_sum_tree_search_f64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import byref, c_int64
 from functools import cache
 from typing import Any
 
@@ -129,43 +128,40 @@ def _capacity(leaves: Tensor, inner: Tensor) -> int:
 
 def _update_cpu(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) -> None:
     capacity = _capacity(leaves, inner)
-    index, priority, refused = index.contiguous(), priority.contiguous(), c_int64()
-    _UPDATE[leaves.dtype](
+    index, priority = index.contiguous(), priority.contiguous()
+    refused = _UPDATE[leaves.dtype](
         leaves.data_ptr(),
         inner.data_ptr(),
         index.data_ptr(),
         priority.data_ptr(),
-        byref(refused),
         capacity,
         index.numel(),
     )
-    if refused.value >= 0:
-        at, value = index.view(-1)[refused.value].item(), priority.view(-1)[refused.value].item()
-        what = f"index {at}, at position {refused.value}, is outside the tree, expected 0 to {capacity - 1}"
+    if refused >= 0:
+        at, value = index.view(-1)[refused].item(), priority.view(-1)[refused].item()
+        what = f"index {at}, at position {refused}, is outside the tree, expected 0 to {capacity - 1}"
         if 0 <= at < capacity:
-            what = f"the priority of index {at}, at position {refused.value}, is {value}, expected a finite number >= 0"
+            what = f"the priority of index {at}, at position {refused}, is {value}, expected a finite number >= 0"
         raise SpecError(f"sum_tree_update: {what}. Nothing was written: correct it where it is computed")
 
 
 def _search_cpu(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int) -> tuple[Tensor, Tensor]:
-    capacity = _capacity(leaves, inner)
-    prefix, refused = prefix.contiguous(), c_int64()
+    capacity, prefix = _capacity(leaves, inner), prefix.contiguous()
     index, priority = torch.empty_like(prefix, dtype=torch.int64), torch.empty_like(prefix)
-    _SEARCH[leaves.dtype](
+    refused = _SEARCH[leaves.dtype](
         leaves.data_ptr(),
         inner.data_ptr(),
         prefix.data_ptr(),
         index.data_ptr(),
         priority.data_ptr(),
-        byref(refused),
         capacity,
         prefix.numel(),
         strata,
     )
-    if refused.value == _EMPTY:
+    if refused == _EMPTY:
         raise SpecError(f"sum_tree_search: {EMPTY_TREE}")
-    if refused.value >= 0:
-        raise SpecError(f"sum_tree_search: the prefix at position {refused.value} is NaN, expected 0 <= prefix < total")
+    if refused >= 0:
+        raise SpecError(f"sum_tree_search: the prefix at position {refused} is NaN, expected 0 <= prefix < total")
     return index, priority
 
 

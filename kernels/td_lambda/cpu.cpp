@@ -2,6 +2,7 @@
 //
 // With y = gamma (1 - terminated) and z = lmbda (1 - done), z = 0 at the last step, the return is the recurrence
 //   G = reward + y (1 - z) next_value + y z G_later
+#include "binding.h"
 #include "recurrence.h"
 
 namespace grl {
@@ -122,3 +123,8 @@ struct Backward : Shape<T> {
 
 GRL_TD_LAMBDA(f32, float)
 GRL_TD_LAMBDA(f64, double)
+
+GRL_PYTHON(grl_td_lambda_f32)
+GRL_PYTHON(grl_td_lambda_f64)
+GRL_PYTHON(grl_td_lambda_backward_f32)
+GRL_PYTHON(grl_td_lambda_backward_f64)

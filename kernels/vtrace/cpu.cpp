@@ -1,4 +1,5 @@
 // V-trace and its gradient on the CPU; the equations stand in reference.py.
+#include "binding.h"
 #include "recurrence.h"
 
 namespace grl {
@@ -148,3 +149,8 @@ struct Backward : Inputs<T> {
 
 GRL_VTRACE(f32, float)
 GRL_VTRACE(f64, double)
+
+GRL_PYTHON(grl_vtrace_f32)
+GRL_PYTHON(grl_vtrace_f64)
+GRL_PYTHON(grl_vtrace_backward_f32)
+GRL_PYTHON(grl_vtrace_backward_f64)

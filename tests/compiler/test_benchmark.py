@@ -101,3 +101,10 @@ def test_a_plot_without_matplotlib_says_what_to_install(graph, tmp_path, monkeyp
     table = table_of("t", {"a": [1.0, 1.0], "b": [1.0, 2.0]})
     with pytest.raises(MissingExtraError, match=r"pip install 'graphrl\[plot\]'"):
         table.plot(tmp_path / "one.png")
+
+
+def test_a_note_on_a_measured_row_stands_below_the_table():
+    table = table_of("t", {"a": [4.0, 2.0], "b": [1.0, 1.0]}, notes={"b": "not the same work"})
+    assert table.to_markdown().splitlines()[-2:] == ["", "- b: not the same work"]
+    assert "| b | 1000000 |" in table.to_markdown() and "b: not the same work" in str(table)
+    assert json.loads(table.to_json())["rows"][1]["note"] == "not the same work"
