@@ -191,7 +191,7 @@ def test_positions_keep_their_precision_beside_half_probabilities():
         ({"support": lambda x: x[:1]}, r"support is \[1\], expected \[N\] with two atoms"),
         ({"support": lambda x: x.to("meta")}, r"support is on meta, but next_probs is on cpu"),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else next(iter(x)),
 )
 def test_wrong_arguments_are_refused(change, message):
     arguments = random_update((4,), 5)._asdict()

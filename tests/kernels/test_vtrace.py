@@ -70,7 +70,7 @@ def test_default_lambda_is_one():
         ({"c_clip": lambda x: torch.ones(4, 9, 1)}, r"c_clip is a Tensor, expected a positive number"),
         ({"gamma": lambda x: torch.ones(5, 1)}, r"gamma is \[5, 1\] and does not broadcast to reward \[4, 9, 1\]"),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else next(iter(x)),
 )
 def test_wrong_arguments_are_refused(change, message):
     arguments = random_trajectory((4, 9, 1))._asdict() | {"ratio": random_ratio((4, 9, 1)), "gamma": 0.9}
