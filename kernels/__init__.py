@@ -3,7 +3,8 @@
 if __name__ != "graphrl.kernels":  # a second copy would register every op twice
     raise ImportError("import graphrl.kernels, not kernels")
 
+from graphrl.kernels.discounted_sum import discounted_sum
 from graphrl.kernels.gae import gae
 from graphrl.kernels.mlp import mlp_forward
 
-__all__ = ["gae", "mlp_forward"]
+__all__ = ["discounted_sum", "gae", "mlp_forward"]

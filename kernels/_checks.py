@@ -38,12 +38,19 @@ def check_same_shape(op: str, **tensors: Tensor) -> None:
             )
 
 
-def check_time_dim(op: str, x: Tensor, time_dim: int) -> int:
-    """The time dimension counted from the end, or SpecError when ``x`` has no such dimension."""
+def check_time_dim(op: str, x: Tensor, time_dim: int | None) -> int:
+    """The time dimension counted from the end, or SpecError when ``x`` has no such dimension.
+
+    None means the last but one when the last dimension is 1, as in [*B, T, 1], else the last, as in [*B, T].
+    """
     n = x.dim()
+    if time_dim is None:
+        time_dim = -2 if n >= 2 and x.shape[-1] == 1 else -1
     if not -n <= time_dim < n:
-        hint = "time_dim=-1 when there is no trailing 1" if n == 1 else "the default layout is [*B, T, 1], time_dim=-2"
-        raise SpecError(f"{op}: time_dim={time_dim} is not a dimension of reward {_show(x.shape)}. Pass {hint}")
+        hint = "time_dim=-2 is for [*B, T, 1], time_dim=-1 for [*B, T]; leave it out and the shape decides"
+        if n == 0:
+            hint = "a trajectory has at least one dimension: [T]"
+        raise SpecError(f"{op}: time_dim={time_dim} is not a dimension of reward {_show(x.shape)}: {hint}")
     return time_dim if time_dim < 0 else time_dim - n
 
 

@@ -17,7 +17,7 @@ def gae_reference(
     gamma: float | Tensor,
     lmbda: float | Tensor,
     *,
-    time_dim: int = -2,
+    time_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation, eqs. 11 to 16 of Schulman et al. 2016 (arXiv:1506.02438), in float64.
 
@@ -27,6 +27,8 @@ def gae_reference(
     All tensors share one shape; time runs along ``time_dim``; gamma and lmbda broadcast to that shape. Plain torch
     operations, so autograd gives the reference gradients. What a cut hides is selected away, not multiplied by zero.
     """
+    if time_dim is None:
+        time_dim = -2 if reward.dim() >= 2 and reward.shape[-1] == 1 else -1
     reward, value, next_value = (x.double().movedim(time_dim, 0) for x in (reward, value, next_value))
     over, terminated = ((x != 0).movedim(time_dim, 0) for x in (done.bool() | terminated.bool(), terminated))
     shape = done.shape

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["gae_backward", "gae_forward"]
+__all__ = ["backward", "forward"]
 
 BLOCK = 1024  # elements of one program's block: four warps, eight elements a thread
 MAX_ROWS = 64
@@ -140,7 +140,7 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
     return [x.contiguous().view(torch.uint8) if x.dtype == torch.bool else x.contiguous() for x in tensors]
 
 
-def gae_forward(
+def forward(
     reward: Tensor,
     value: Tensor,
     next_value: Tensor,
@@ -160,7 +160,7 @@ def gae_forward(
     return advantage, value_target
 
 
-def gae_backward(
+def backward(
     grad_advantage: Tensor,
     grad_value_target: Tensor,
     next_value: Tensor,

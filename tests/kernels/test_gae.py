@@ -129,7 +129,7 @@ def test_wrong_arguments_are_refused(change, message):
 
 def test_vector_without_trailing_one_names_the_right_time_dim():
     with pytest.raises(SpecError, match=r"time_dim=-2 is not a dimension of reward \[9\].*time_dim=-1"):
-        gae(*random_trajectory((9,)), 0.9, 0.9)
+        gae(*random_trajectory((9,)), 0.9, 0.9, time_dim=-2)
 
 
 # Numbers reported against other libraries. V' is the value of the true next observation, also at a time limit.

@@ -13,7 +13,6 @@ import torch
 from trajectories import random_trajectory
 
 from graphrl.kernels import gae
-from graphrl.kernels.gae.op import _gae_backward_cpu, _gae_cpu
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -28,7 +27,7 @@ CASES = [  # shape, time_dim, dtype, per-step coefficients
 
 def compare_interpreted() -> None:
     """Runs in a subprocess: TRITON_INTERPRET must be set before triton is imported."""
-    from graphrl.kernels.gae.triton import gae_backward, gae_forward
+    from graphrl.kernels.gae.triton import backward, forward
 
     for shape, time_dim, dtype, per_step in CASES:
         t = random_trajectory(shape, dtype)
@@ -36,14 +35,14 @@ def compare_interpreted() -> None:
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         gamma = torch.rand(shape, dtype=exact) if per_step else torch.tensor(0.99, dtype=exact)
         lmbda = torch.tensor(0.95, dtype=exact)
-        expected = _gae_cpu(*t, gamma, lmbda, time_dim)
-        found = gae_forward(*t, gamma, lmbda, time_dim)
+        expected = torch.ops.graphrl.gae(*t, gamma, lmbda, time_dim)
+        found = forward(*t, gamma, lmbda, time_dim)
         grads = random_trajectory(shape, dtype, seed=1)[:2]
         tail = (t.next_value, expected[0], t.done, t.terminated, gamma, lmbda, time_dim)
         full = (*tail[:4], gamma.expand(shape), lmbda.expand(shape), time_dim)
         for flag in (False, True):
-            found += tuple(gae_backward(*grads, *tail, flag))
-            expected += _gae_backward_cpu(*grads, *full, flag)[: 5 if flag else 3]
+            found += tuple(backward(*grads, *tail, flag))
+            expected += torch.ops.graphrl.gae_backward(*grads, *full, flag)[: 5 if flag else 3]
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y)
 
