@@ -16,7 +16,7 @@ from graphrl.errors import require_extra
 from graphrl.kernels._eager import inside_transform
 from graphrl.kernels._lib import lib as _native
 
-__all__ = ["Recurrence", "extents", "following"]
+__all__ = ["Recurrence", "ends", "extents", "following"]
 
 _ops = torch.library.Library("graphrl", "FRAGMENT")  # keeps the registrations alive
 # Below this many elements per thread, waking one costs more than it saves.
@@ -33,11 +33,16 @@ def extents(shape: torch.Size, time_dim: int) -> tuple[int, int, int, int]:
     return outer, steps, inner, threads
 
 
-def following(x: Tensor, over: Tensor | None, time_dim: int) -> Tensor:
-    """``x_{t+1}`` where step t is neither over nor the last, else zero."""
-    steps = x.shape[time_dim]
-    last = torch.arange(steps, device=x.device).eq(steps - 1).view(steps, *(1,) * (-1 - time_dim))
-    return torch.where(last if over is None else last | over, x.new_zeros(()), x.roll(-1, time_dim))
+def ends(over: Tensor, time_dim: int) -> Tensor:
+    """Where a step reads no later one: ``over``, or the last. ``time_dim`` counts from the end."""
+    steps = over.shape[time_dim]
+    last = torch.arange(steps, device=over.device).eq(steps - 1).view(steps, *(1,) * (-1 - time_dim))
+    return last | over
+
+
+def following(x: Tensor, over: Tensor, time_dim: int) -> Tensor:
+    """``x_{t+1}`` where step t is neither ``over`` nor the last, else zero."""
+    return x.roll(-1, time_dim).masked_fill(ends(over, time_dim), 0.0)
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,8 @@ class Recurrence:
 
     The C functions ``grl_<name>[_backward]_<f32|f64>`` take pointers to the tensors in that order, the coefficients as
     numbers, the options, pointers to the results and ``extents``. They are given all coefficients per element (and the
-    numbers mean nothing) or none (and the pointers are null). ``<name>/triton.py`` has ``forward`` and ``backward``.
+    numbers mean nothing) or none (and the pointers are null). ``<name>/triton.py`` has ``forward_kernel`` and
+    ``backward_kernel`` that take the same, but one coefficient may be per element and another not: see ``launch``.
     """
 
     name: str
@@ -84,10 +90,10 @@ class Recurrence:
         first = [f"Tensor {x}" for x in self.data]
         grads = [f"Tensor grad_{x}" for x in self.outputs] + [f"Tensor {x}" for x in self.read]
         grads.append(f"Tensor {self.outputs[0]}")
-        self._define(self.name, [*first, *constants, *tail], len(self.outputs), self.forward_cpu, self._forward_cuda)
+        self._define(self.name, [*first, *constants, *tail], len(self.outputs), self.forward_cpu, self.forward_triton)
         backward = [*grads, *constants, *tail, "bool wants_coefficients"]
         results = len(self.data) + len(self.coefficients)
-        self._define(f"{self.name}_backward", backward, results, self.backward_cpu, self._backward_cuda)
+        self._define(f"{self.name}_backward", backward, results, self.backward_cpu, self.backward_triton)
         name = f"graphrl::{self.name}"
         torch.library.register_fake(name, self._fake, lib=_ops)
         torch.library.register_fake(f"{name}_backward", self._backward_fake, lib=_ops)
@@ -114,7 +120,14 @@ class Recurrence:
         return [*runs, *args[at : at + 1], list(args[at + 1 :])]
 
     def _call(
-        self, suffix: str, floats: Sequence[Tensor], flags: Any, coefficients: Any, options: Any, out: Any, time_dim: int
+        self,
+        suffix: str,
+        floats: Sequence[Tensor],
+        flags: Any,
+        coefficients: Any,
+        options: Any,
+        out: Any,
+        time_dim: int,
     ) -> None:
         if not out[0].numel():
             return
@@ -153,7 +166,9 @@ class Recurrence:
         self._call("_backward", floats, flags, coefficients, options, [*out, *unwanted], time_dim)
         return self._finish(out, grads[0].dtype, coefficients)
 
-    def _finish(self, grads: Sequence[Tensor], dtype: torch.dtype, coefficients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _finish(
+        self, grads: Sequence[Tensor], dtype: torch.dtype, coefficients: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
         """Gradients of the data in their dtype; those of coefficients, if there, in theirs, summed when 0-d."""
         n = len(self.data)
         data = [x.to(dtype) for x in grads[:n]]
@@ -168,14 +183,38 @@ class Recurrence:
         require_extra("triton", "triton")
         return importlib.import_module(f"graphrl.kernels.{self.name}.triton")
 
-    def _forward_cuda(self, *args: Any) -> Any:
-        with torch.cuda.device_of(args[0]):
-            return self._triton.forward(*args)
+    @cached_property
+    def _scan(self) -> Any:
+        return importlib.import_module("graphrl.kernels._triton_scan")
 
-    def _backward_cuda(self, *args: Any) -> tuple[Tensor, ...]:
-        coefficients = self._split(args, len(self.outputs), len(self.read) + 1)[4]
-        with torch.cuda.device_of(args[0]):
-            return self._finish(self._triton.backward(*args), args[0].dtype, coefficients)
+    def _launch(
+        self, kernel: Any, tensors: Sequence[Any], coefficients: Any, options: Any, out: Any, time_dim: int
+    ) -> None:
+        if not out[0].numel():
+            return
+        dense = [x if x is None else x.contiguous() for x in (*tensors, *coefficients)]
+        dense = [x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x for x in dense]
+        per_step = {x.upper(): c.dim() > 0 for x, c in zip(self.coefficients, coefficients, strict=True)}
+        with torch.cuda.device_of(out[0]):
+            self._scan.launch(kernel, (*dense, *out), options, time_dim, coefficients[0].dtype, **per_step)
+
+    def forward_triton(self, *args: Any) -> Any:
+        """The operator by the Triton kernel."""
+        data, constants, flags, coefficients, time_dim, options = self._split(args, len(self.data))
+        out = [torch.empty_like(data[0], memory_format=torch.contiguous_format) for _ in self.outputs]
+        self._launch(self._triton.forward_kernel, (*data, *constants, *flags), coefficients, options, out, time_dim)
+        return out[0] if len(out) == 1 else tuple(out)
+
+    def backward_triton(self, *args: Any) -> tuple[Tensor, ...]:
+        """The gradient by the Triton kernel."""
+        sizes = len(self.outputs), len(self.read) + 1
+        grads, read, constants, flags, coefficients, time_dim, (*options, wants) = self._split(args, *sizes)
+        first, exact = grads[0], coefficients[0].dtype
+        out = [torch.empty_like(first, memory_format=torch.contiguous_format) for _ in self.data]
+        extra = [torch.empty_like(out[0], dtype=exact) if wants else None for _ in coefficients]
+        tensors = (*grads, *read, *constants, *flags)
+        self._launch(self._triton.backward_kernel, tensors, coefficients, options, [*out, *extra], time_dim)
+        return self._finish([*out, *(x for x in extra if x is not None)], first.dtype, coefficients)
 
     # --- shape rules ---
 

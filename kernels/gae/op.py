@@ -41,7 +41,7 @@ def gae(
         A_t     = delta_t + gamma_t lmbda_t (1 - done_t) A_{t+1},    value_target_t = A_t + V_t
 
     reward, value, next_value: [*B, T, 1] or [*B, T], any float dtype (promoted to a common one; half precision
-        accumulates in float32). ``next_value`` is the value of the true next observation V'_t, not ``value`` shifted by a step.
+        accumulates in float32). ``next_value``: of the true next observation V'_t, not ``value`` shifted by a step.
     done, terminated: the same shape, bool or integer. ``done = terminated | truncated`` cuts the recurrence,
         ``terminated`` drops the bootstrap; a terminated step counts as done.
     gamma, lmbda: a float, a 0-d tensor, or one value per step that broadcasts to ``reward``.
@@ -49,7 +49,7 @@ def gae(
 
     Returns ``(advantage, value_target)``, contiguous, of reward's shape. Gradient flows to reward, value, next_value,
     gamma and lmbda, any number of times. What a cut hides is selected away, not multiplied by zero: a NaN there
-    reaches neither results nor gradients, and neither does one behind a coefficient that is exactly zero.
+    reaches neither results nor gradients, and no later step's passes a ``gamma lmbda`` that is exactly zero.
 
     Raises SpecError when shapes, dtypes or devices do not fit: nothing but gamma and lmbda is broadcast.
     """
