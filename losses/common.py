@@ -189,4 +189,3 @@ class LossGraph(SettableKeys):
         """A new loss that reads and writes under other names. As :meth:`KeyedGraph.rename`."""
         view = super().rename(mapping, **names)[0]
         return LossGraph({"loss": LossTerm(self, view.in_keys, view.out_keys)})
-

@@ -32,7 +32,7 @@ def usable(x: Tensor, unused: Tensor, instead: Tensor | float) -> Tensor:
 
 
 def rows_of(flag: Tensor, shape: torch.Size, batch_dims: int) -> Tensor:
-    """A flag [*B], [*B, 1] or [*B, A, 1] for the rows of a tensor: by agent where it has agents, else of all of them."""
+    """A flag [*B], [*B, 1] or [*B, A, 1] for the rows of a tensor: by agent where it has agents, else of all."""
     flag = flag.bool()
     if flag.dim() <= batch_dims:
         return flag
@@ -44,8 +44,10 @@ def rows_of(flag: Tensor, shape: torch.Size, batch_dims: int) -> Tensor:
 
 def _either(a: Tensor, b: Tensor) -> Tensor:
     """Whether one of two flags holds, [*B] or [*B, A]; what holds for a row holds for each of its agents."""
-    return a | b if a.dim() == b.dim() else (a.unsqueeze(-1) if a.dim() < b.dim() else a) | (
-        b.unsqueeze(-1) if b.dim() < a.dim() else b
+    return (
+        a | b
+        if a.dim() == b.dim()
+        else (a.unsqueeze(-1) if a.dim() < b.dim() else a) | (b.unsqueeze(-1) if b.dim() < a.dim() else b)
     )
 
 
@@ -191,8 +193,9 @@ class _Steps:
         if to == self.time:
             return self
         unused = self.unused.movedim(self.time, to)
-        root, following = (
-            TensorDict({key: td.get(key).movedim(self.time, to) for key in td.keys(True, True)}, batch_size=unused.shape)
-            for td in (self.root, self.following)
-        )
-        return _Steps(root, following, unused, to)
+
+        def moved(td: TensorDict) -> TensorDict:
+            entries = {key: td.get(key).movedim(self.time, to) for key in td.keys(True, True)}
+            return TensorDict(entries, batch_size=unused.shape)
+
+        return _Steps(moved(self.root), moved(self.following), unused, to)

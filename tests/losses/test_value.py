@@ -2,48 +2,13 @@ import warnings
 
 import pytest
 import torch
-from tensordict import TensorDict
+from rollouts import identity, rollout, steps
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 from graphrl.errors import GraphError, KeyMissingError, SpecError
 from graphrl.losses import GAE
 from graphrl.models import ValueCritic
-
-
-class Identity(nn.Module):
-    """The value of an observation is the observation itself; counts its calls."""
-
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return x
-
-
-def identity():
-    return TensorDictModule(Identity(), in_keys=["observation"], out_keys=["state_value"])
-
-
-def steps(root, following, reward, done=None, terminated=None):
-    """A batch of one trajectory from lists, [T, 1]."""
-
-    def column(x, dtype=torch.float64):
-        return torch.tensor(x, dtype=dtype).unsqueeze(-1)
-
-    size = [len(root)]
-    over = [0] * len(root)
-    return TensorDict(
-        observation=column(root),
-        next=TensorDict(
-            observation=column(following),
-            reward=column(reward),
-            done=column(done or over, torch.bool),
-            terminated=column(terminated or over, torch.bool),
-            batch_size=size,
-        ),
-        batch_size=size,
-    )
 
 
 def gae_reference(reward, value, next_value, done, terminated, gamma, lmbda):
@@ -57,21 +22,6 @@ def gae_reference(reward, value, next_value, done, terminated, gamma, lmbda):
             carry = delta + (0.0 if done[n, t] else gamma * lmbda * carry)
             advantage[n, t] = carry
     return advantage
-
-
-def rollout(n=3, t=8):
-    terminated = torch.rand(n, t, 1) < 0.15
-    return TensorDict(
-        observation=torch.randn(n, t, 3),
-        next=TensorDict(
-            observation=torch.randn(n, t, 3),
-            reward=torch.randn(n, t, 1),
-            done=terminated | (torch.rand(n, t, 1) < 0.15),
-            terminated=terminated,
-            batch_size=[n, t],
-        ),
-        batch_size=[n, t],
-    )
 
 
 def test_next_state_is_never_the_shifted_root():
@@ -131,10 +81,10 @@ def test_lambda_one_is_return_minus_value_and_lambda_zero_the_td_error():
     torch.testing.assert_close(error["advantage"], expected)
 
 
-def test_the_critic_runs_once_and_gets_no_gradient():
+def test_the_critic_is_called_for_roots_and_for_next_states_and_gets_no_gradient():
     critic, td = identity(), steps([1, 2], [2, 3], [0, 0])
     GAE(critic)(td)
-    assert critic.module.calls == 1
+    assert critic.module.calls == 2
     td = GAE(ValueCritic(3))(rollout())
     assert not any(td[k].requires_grad for k in ("advantage", "value_target", "state_value"))
 
