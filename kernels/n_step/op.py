@@ -12,7 +12,7 @@ from graphrl.errors import SpecError, require_extra
 from graphrl.kernels._checks import as_coefficient, as_flag, check_same_shape, check_time_dim, common_float_dtype
 from graphrl.kernels._eager import inside_transform
 from graphrl.kernels._lib import lib as _native
-from graphrl.kernels._recurrence import extents, to_front
+from graphrl.kernels._recurrence import _to_front, extents
 from graphrl.kernels.n_step.doubling import n_step_by_doubling
 
 __all__ = ["n_step_return"]
@@ -178,7 +178,7 @@ def _backward(ctx: Any, grad: Tensor, grad_discount: Tensor, _: Any) -> tuple[Te
 
 def _in_front(info: Any, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> list[Any]:
     rank = args[0].dim() - (in_dims[0] is not None)
-    full = [to_front(x, d, info.batch_size, rank) for x, d in zip(args[:5], in_dims, strict=False)]
+    full = [_to_front(x, d, info.batch_size, rank) for x, d in zip(args[:5], in_dims, strict=False)]
     alone = in_dims[3] is None and args[3].dim() == 0
     full[3] = args[3] if alone else full[3].expand(full[0].shape)
     return [*full, *args[5:]]

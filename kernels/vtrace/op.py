@@ -65,7 +65,8 @@ def vtrace(
 
 def _as_clip(name: str, x: float) -> float:
     if isinstance(x, Tensor) or not x > 0:
-        raise SpecError(f"vtrace: {name}={x}, expected a positive number; float('inf') clips nothing")
+        found = " is a Tensor" if isinstance(x, Tensor) else f"={x}"
+        raise SpecError(f"vtrace: {name}{found}, expected a positive number; float('inf') clips nothing")
     return float(x)
 
 
