@@ -174,20 +174,20 @@ def _estimate(
     if mask is not None:
         lowest = min(x.dim() for x in signals.values())
         signals["mask"] = mask.unsqueeze(-1) if mask.dim() < lowest else mask
+    lowest = min(x.dim() for x in signals.values())
+    together = expand_to_agents(signals)
     time = find_time(time_dim, batch_dims, signals, grouped=grouped)
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-        team = min(x.dim() for x in signals.values())
-        signals = expand_to_agents(signals)
-        mask = signals.pop("mask").bool() if mask is not None else None
+        mask = together.pop("mask").bool() if mask is not None else None
         if average_rewards:
-            signals["reward"] = normalize_advantage(signals["reward"], mask)
+            together["reward"] = normalize_advantage(together["reward"], mask)
         if mask is not None:
-            signals = _without(signals, mask, time)
-        agents = signals["reward"].dim() > team
-        for name, x in discounts.items():  # what is given for each step of a team holds for each of its agents
-            if agents and x.dim() > 1 and x.shape != signals["reward"].shape:
+            together = _without(together, mask, time)
+        shape = together["reward"].shape
+        for name, x in discounts.items():  # what is given for the steps of a team holds for each of its agents
+            if len(shape) - 1 > (batch_dims or lowest - 1) and x.dim() > 1 and x.shape != shape:
                 discounts[name] = x.unsqueeze(-2)
-        advantage, target = kernel(*signals.values(), time_dim=time, **discounts)
+        advantage, target = kernel(*together.values(), time_dim=time, **discounts)
         return normalize_advantage(advantage, mask) if average_advantage else advantage, target
 
 

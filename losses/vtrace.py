@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from graphrl.errors import GraphError, SpecError
-from graphrl.kernels.vtrace import vtrace
+from graphrl.kernels import vtrace
 from graphrl.keys import DISCARD, Key, normalize_key
 from graphrl.losses.policy import action_keys_of, evaluate_action
 from graphrl.losses.state_values import rows_of, usable

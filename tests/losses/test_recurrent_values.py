@@ -113,7 +113,7 @@ def test_a_missing_terminal_observation_reaches_no_gradient():
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_is_eager(kind):
     module, critic = recurrent(kind)
-    td = sequences(module)
+    td = sequences(module, t=3)
     estimator = GAE(critic, differentiable=True)
     fast = grl.compile(estimator, backend="eager", strict=True)
     results = []
@@ -161,7 +161,7 @@ def test_torchrls_recurrent_modules_are_critics(foreign, layout, tmp_path):
         td.memmap(tmp_path)
         td = TensorDict.load_memmap(tmp_path).copy()
     elif layout == "transposed":
-        td = td.transpose(0, 1).clone().transpose(0, 1).clone(False)
+        td = td.transpose(0, 1).contiguous().transpose(0, 1).clone(False)
         assert not td["observation"].is_contiguous()
     out = GAE(critic)(td)
     value, next_value = [], []
@@ -188,8 +188,8 @@ def test_torchrls_recurrent_critic_in_one_pass_and_compiled(foreign):
     td = foreign_rows(states, chained)
     wanted = GAE(critic)(td.clone())["advantage"]
     torch.testing.assert_close(GAE(critic, shifted=True)(td.clone())["advantage"], wanted, rtol=1e-5, atol=1e-6)
-    fast = grl.compile(GAE(critic), backend="eager")
-    torch.testing.assert_close(fast(td.clone())["advantage"], wanted, rtol=1e-5, atol=1e-6)
+    fast = grl.compile(GAE(critic), backend="eager", strict=True)
+    torch.testing.assert_close(fast(td[:, :3].clone())["advantage"], GAE(critic)(td[:, :3].clone())["advantage"])
 
 
 def test_a_shorter_row_ends_with_the_state_of_its_own_run():
