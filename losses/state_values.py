@@ -44,11 +44,9 @@ def rows_of(flag: Tensor, shape: torch.Size, batch_dims: int) -> Tensor:
 
 def _either(a: Tensor, b: Tensor) -> Tensor:
     """Whether one of two flags holds, [*B] or [*B, A]; what holds for a row holds for each of its agents."""
-    return (
-        a | b
-        if a.dim() == b.dim()
-        else (a.unsqueeze(-1) if a.dim() < b.dim() else a) | (b.unsqueeze(-1) if b.dim() < a.dim() else b)
-    )
+    dims = max(a.dim(), b.dim())
+    a, b = (x.unsqueeze(-1) if x.dim() < dims else x for x in (a, b))
+    return a | b
 
 
 class StateValues(TensorDictModuleBase):

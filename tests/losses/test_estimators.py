@@ -76,10 +76,12 @@ def test_differentiable_reaches_critic_rewards_and_discounts(kind):
     critic, gamma = critic_of(), nn.Parameter(torch.tensor(0.97))
     td = batch()
     td["next", "reward"].requires_grad_()
-    estimator = ESTIMATORS[kind](critic, gamma=gamma, differentiable=True)
+    lmbda = {"lmbda": nn.Parameter(torch.tensor(0.9))} if kind in ("GAE", "TDLambda", "VTrace") else {}
+    estimator = ESTIMATORS[kind](critic, gamma=gamma, **lmbda, differentiable=True)
     assert sum(p is gamma for p in estimator.parameters()) == 1
     estimator(td)["value_target"].sum().backward()
-    assert gamma.grad.abs() > 0 and td["next", "reward"].grad.abs().sum() > 0
+    assert gamma.grad.abs() > 0 and all(p.grad.abs() > 0 for p in lmbda.values())
+    assert td["next", "reward"].grad.abs().sum() > 0
     assert all(p.grad is not None for p in critic.parameters()) and all(p.grad is None for p in ACTOR.parameters())
 
 
