@@ -166,6 +166,8 @@ def normalize_advantage(advantage: Tensor, mask: Tensor | None = None) -> Tensor
     advantage: [*B, 1]; returns the same shape, gradient flows. mask: bool of that shape; what it leaves out, NaN or
     not, takes no part and becomes 0. Raises :class:`SpecError` for a mask of another shape.
     """
+    if not advantage.numel():
+        return advantage
     if mask is None:
         std = advantage.std(correction=1 if advantage.numel() > 1 else 0)
         return (advantage - advantage.mean()) / std.clamp_min(1e-6)

@@ -11,13 +11,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from graphrl.keys import Key, normalize_key, normalize_keys
+from graphrl.keys import Key, normalize_keys
+from graphrl.losses.common import next_key
 
 __all__ = ["Memory"]
-
-
-def _next(key: Key) -> Key:
-    return normalize_key(("next", key))
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Memory:
         """The values of a batch [*B, T] of roots, and the states after each: one call, or one for each step."""
         if self.every_step:
             result = critic(root.copy())
-            return result.get(value_key), {key: result.get(_next(key)) for key in self.states}
+            return result.get(value_key), {key: result.get(next_key(key)) for key in self.states}
         time, size = len(root.batch_size) - 1, root.batch_size
         values: list[Tensor] = []
         states: list[dict[Key, Tensor]] = []
@@ -73,7 +70,7 @@ class Memory:
                     step.set(key, self._starting(step, state, step.get(key)))
             result = critic(step)
             values.append(result.get(value_key))
-            states.append({key: result.get(_next(key)) for key in self.states})
+            states.append({key: result.get(next_key(key)) for key in self.states})
         return torch.cat(values, time), {key: torch.cat([s[key] for s in states], time) for key in self.states}
 
     def _starting(self, step: TensorDictBase, carried: Tensor, stored: Tensor) -> Tensor:
@@ -107,4 +104,4 @@ def _carried(node: Any) -> list[Key]:
     if not isinstance(node, nn.Module) or not hasattr(node, "in_keys") or not hasattr(node, "out_keys"):
         return []
     written = normalize_keys(node.out_keys)
-    return [key for key in normalize_keys(node.in_keys) if _next(key) in written]
+    return [key for key in normalize_keys(node.in_keys) if next_key(key) in written]

@@ -13,14 +13,10 @@ from torch import Tensor
 
 from graphrl.errors import GraphError, SpecError
 from graphrl.keys import Key, normalize_key, normalize_keys
-from graphrl.losses.common import value_key_of
+from graphrl.losses.common import next_key, value_key_of
 from graphrl.losses.recurrent_values import Memory
 
 __all__ = ["StateValues", "usable"]
-
-
-def _next(key: Key) -> Key:
-    return normalize_key(("next", key))
 
 
 def usable(x: Tensor, unused: Tensor, instead: Tensor | float) -> Tensor:
@@ -84,10 +80,10 @@ class StateValues(TensorDictModuleBase):
         self.followed = [key for key in self.critic_keys if self.memory is None or key not in self.memory.keys]
         self.flags = [normalize_key(key) for key in (terminated_key, mask_key) if key is not None]
         self._read()
-        self.out_keys = [self.value_key, _next(self.value_key)]
+        self.out_keys = [self.value_key, next_key(self.value_key)]
 
     def _read(self) -> None:
-        self.in_keys = [*self.critic_keys, *map(_next, self.followed), *self.flags]
+        self.in_keys = [*self.critic_keys, *map(next_key, self.followed), *self.flags]
 
     def replace_keys(self, mapping: Mapping[Key, Key]) -> None:
         """Read the flags under other keys from now on."""
@@ -96,7 +92,7 @@ class StateValues(TensorDictModuleBase):
 
     def why_needed(self, key: Key) -> str:
         """What a message adds where the batch lacks ``key``."""
-        if key not in map(_next, self.followed):
+        if key not in map(next_key, self.followed):
             return ""
         return (
             f". V(next) needs {key!r}, the state that the step itself led to: at a time limit the next row already "
@@ -114,7 +110,7 @@ class StateValues(TensorDictModuleBase):
                 walked = self._values(steps.moved(last))
                 value, next_value = (x.movedim(last, steps.time) for x in walked)
         tensordict.set(self.value_key, value)
-        tensordict.set(_next(self.value_key), next_value)
+        tensordict.set(next_key(self.value_key), next_value)
         return tensordict
 
     def _steps(self, tensordict: TensorDictBase) -> _Steps:
@@ -132,11 +128,11 @@ class StateValues(TensorDictModuleBase):
             x = tensordict.get(key)
             root.set(key, usable(x, unused(x.shape), 0.0) if masks else x)
         for key in tensordict.get("next").select(*self.followed).keys(True, True):
-            x, stands_in = tensordict.get(_next(key)), root.get(key)
+            x, stands_in = tensordict.get(next_key(key)), root.get(key)
             if x.shape != stands_in.shape:
                 raise SpecError(
-                    f"{key!r} is {list(stands_in.shape)}, but {_next(key)!r} is {list(x.shape)}: each step needs its "
-                    "own next state"
+                    f"{key!r} is {list(stands_in.shape)}, but {next_key(key)!r} is {list(x.shape)}: each step needs "
+                    "its own next state"
                 )
             following.set(key, usable(x, unused(x.shape, terminated), stands_in))
         return _Steps(root, following, unused(size, terminated), time % dims)

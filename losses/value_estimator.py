@@ -12,17 +12,13 @@ from torch import Tensor
 from graphrl.errors import GraphError
 from graphrl.keys import Key, normalize_key
 from graphrl.losses.broadcast import expand_to_agents, find_time
-from graphrl.losses.common import LossTerm, SettableKeys, value_key_of
+from graphrl.losses.common import LossTerm, SettableKeys, next_key, value_key_of
 from graphrl.losses.functional import normalize_advantage
 from graphrl.losses.state_values import StateValues
 
 __all__ = ["ValueEstimator"]
 
 Signals = dict[str, Tensor]
-
-
-def _next(key: Key) -> Key:
-    return normalize_key(("next", key))
 
 
 class ValueEstimator(SettableKeys):
@@ -67,11 +63,11 @@ class ValueEstimator(SettableKeys):
                 critic, differentiable=differentiable, shifted=shifted, time_dim=time_dim, mask_key=mask_key
             )
         signals = {
-            "reward": _next("reward"),
+            "reward": next_key("reward"),
             "state_value": value_key,
-            "next_state_value": _next(value_key),
-            "done": _next("done"),
-            "terminated": _next("terminated"),
+            "next_state_value": next_key(value_key),
+            "done": next_key("done"),
+            "terminated": next_key("terminated"),
             **(more_signals or {}),
             **({"mask": normalize_key(mask_key)} if mask_key is not None else {}),
         }
@@ -104,10 +100,11 @@ class ValueEstimator(SettableKeys):
 
     def why_needed(self, key: Key) -> str:
         """What a message adds where the batch lacks ``key``."""
-        return self.nodes["value"].why_needed(key) if "value" in self.nodes else ""
+        node = self.nodes["value"] if "value" in self.nodes else None
+        return node.why_needed(key) if isinstance(node, StateValues) else ""
 
     def _place(self, role: str, key: Key) -> Key:
-        return _next(key) if role in ("reward", "done", "terminated") else key
+        return next_key(key) if role in ("reward", "done", "terminated") else key
 
     @property
     def critic(self) -> Any:

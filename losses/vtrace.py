@@ -56,7 +56,6 @@ class VTrace(ValueEstimator):
         for name, value in (("rho_thresh", rho_thresh), ("c_thresh", c_thresh)):
             if isinstance(value, Tensor) or not value > 0:
                 raise GraphError(f"VTrace: {name}={value}: expected a positive float; float('inf') clips nothing")
-        ratio = ImportanceRatio(actor, mask_key=mask_key)
         super().__init__(
             critic,
             partial(vtrace, rho_clip=float(rho_thresh), c_clip=float(c_thresh)),
@@ -67,7 +66,7 @@ class VTrace(ValueEstimator):
             skip_existing=skip_existing,
             mask_key=mask_key,
             time_dim=time_dim,
-            more_nodes={"ratio": ratio},
+            more_nodes={"ratio": ImportanceRatio(actor, mask_key=mask_key)},
             more_signals={"ratio": _RATIO},
         )
         action, log_prob = action_keys_of(actor)
@@ -76,7 +75,7 @@ class VTrace(ValueEstimator):
     @property
     def actor(self) -> Any:
         """The policy, as given."""
-        return self.nodes["ratio"].policy.actor
+        return self.get_submodule("nodes.ratio.policy").actor
 
 
 class ImportanceRatio(TensorDictModuleBase):

@@ -105,7 +105,7 @@ def test_shifted_follows_the_time_dim(time_dim):
 @pytest.mark.parametrize("size", [[0, 4], [3, 0], [3, 1]])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_no_rows_no_steps_and_one_step(size, shifted):
-    out = GAE(ValueCritic(3), shifted=shifted)(rollout(*size))
+    out = GAE(ValueCritic(3), average_gae=True, shifted=shifted)(rollout(*size))
     assert out["advantage"].shape == (*size, 1)
 
 
