@@ -113,6 +113,7 @@ class CompiledGraph(TensorDictModuleBase):
         self.precision = check_precision(precision)
         self.training = graph.training
         self._result = result_of(graph)
+        self.returns_new = self._result == "new" and getattr(graph, "returns_new", False)
         self._reset()
 
     def _reset(self) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor
 from graphrl.compiler.program import Port
 from graphrl.compiler.trace import common_leading
 from graphrl.compiler.undo import Undo, kept_random_state
-from graphrl.graph import KeyedGraph, KeyVersion, _describe
+from graphrl.graph import KeyedGraph, KeyVersion
 from graphrl.keys import encode_key, normalize_key
+from graphrl.node_messages import describe
 
 __all__ = ["Arrow", "Drawing", "draw"]
 
@@ -88,7 +89,7 @@ def draw(graph: KeyedGraph, inputs: Sequence[Port] = ()) -> Drawing:
                 boxes.append((encode_key(version.key), False))
         arrows += [arrow(version, len(boxes)) for version in reads]
         source.update(dict.fromkeys(writes, len(boxes)))
-        boxes.append((_describe(node), True))
+        boxes.append((describe(node), True))
     last = {version.key: version for version in source}
     for key in map(normalize_key, graph.out_keys):
         arrows.append(arrow(last[key], len(boxes)))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
     ProbabilisticTensorDictSequential,
     TensorDictModule,
@@ -19,11 +17,11 @@ from tensordict.nn import (
 )
 from torch import nn
 
-from graphrl.errors import GraphError, GraphRLError, KeyMissingError, did_you_mean
+from graphrl.errors import GraphError, GraphRLError, did_you_mean
 from graphrl.keys import DISCARD, Key, encode_key, normalize_key, normalize_keys
-from graphrl.opaque_nodes import is_opaque
+from graphrl.node_messages import describe, missing_key, node_error
 
-__all__ = ["KeyVersion", "KeyedGraph", "node_error"]
+__all__ = ["KeyVersion", "KeyedGraph"]
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,14 @@ class KeyedGraph(TensorDictModuleBase):
         hidden = graph(torch.randn(5, 3))                                 # plain tensors, in_keys order
 
     ``in_keys``: what the batch must hold. ``out_keys``: what the call writes, every written key unless chosen.
+    With a loss among the nodes the call returns the loss's keys, and those computed from them, in a new TensorDict of
+    batch size [] and leaves the batch as it is: ``KeyedGraph(GAE(critic), PPOLoss(actor, critic))``.
     Gradients flow as they do in the nodes. Raises :class:`GraphError` for a malformed node, a key written twice
     with no reader between, or a chosen out_key nobody writes; :class:`KeyMissingError` when a batch lacks a key.
     """
+
+    returns_new = False
+    """Whether a call returns a new TensorDict of batch size [] and edits no batch, as a loss does."""
 
     def __init__(self, *nodes: Any, out_keys: Iterable[Key] | None = None) -> None:
         super().__init__()
@@ -60,8 +63,9 @@ class KeyedGraph(TensorDictModuleBase):
 
     def _connect(self, out_keys: Iterable[Key] | None) -> None:
         """Resolve key versions; set ``in_keys`` and ``out_keys``."""
+        self.returns_new = type(self).returns_new or any(getattr(n, "returns_new", False) for n in self.nodes.values())
         flow = _Dataflow(self.nodes.values())
-        chosen = flow.written if out_keys is None else normalize_keys(out_keys)
+        chosen = self._default_out_keys(flow) if out_keys is None else normalize_keys(out_keys)
         for key in chosen:
             if key not in flow.written:
                 raise GraphError(
@@ -74,33 +78,58 @@ class KeyedGraph(TensorDictModuleBase):
         if out_keys is None:
             flow.refuse_lost_writes(self)
 
+    def _default_out_keys(self, flow: _Dataflow) -> list[Key]:
+        """Every written key; where a node is a loss, its keys and those computed from them."""
+        if not self.returns_new:
+            return flow.written
+        found: dict[Key, None] = {}
+        for node in self.nodes.values():
+            if getattr(node, "returns_new", False) or any(key in found for key in normalize_keys(node.in_keys)):
+                found |= dict.fromkeys(_written(node))
+        return list(found)
+
     # ---- running
 
     @dispatch(auto_batch_size=False)
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Run every node on ``tensordict``, write ``out_keys`` into it, and return it."""
+        """Run every node on ``tensordict``, write ``out_keys`` into it, and return it; a new one for a loss."""
         self._check_present(tensordict)
-        scratch = tensordict.copy() if self._hidden else tensordict
+        scratch = tensordict.copy() if self._hidden or self.returns_new else tensordict
+        terms: dict[Key, Any] = {}
         for name, node in self.nodes.items():
             try:
-                result = node(scratch)
-                if result is not scratch:  # a module with inplace=False returns what it wrote in a batch of its own
-                    scratch.update(
-                        result.select(*[k for k in normalize_keys(node.out_keys) if k != DISCARD], strict=False)
-                    )
+                if self.returns_new:
+                    self._run_apart(node, scratch, terms)
+                elif (result := node(scratch)) is not scratch:  # inplace=False: it returns a batch of its own
+                    scratch.update(result.select(*_written(node), strict=False))
             except GraphRLError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
-                raise node_error(self, name, node, scratch, error) from error
+                raise node_error(self, name, node, _joined(scratch, terms) if terms else scratch, error) from error
+        if self.returns_new:
+            return _joined(scratch, terms, self.out_keys)
         if scratch is not tensordict:
             for key in self.out_keys:
                 tensordict.set(key, scratch.get(key))
         return tensordict
 
+    def _run_apart(self, node: Any, batch: TensorDictBase, terms: dict[Key, Any]) -> None:
+        """Run a node; losses, and nodes that read what losses wrote, write to ``terms``, the others to ``batch``."""
+        reads = normalize_keys(node.in_keys)
+        of_terms = any(key in terms for key in reads)
+        result = node(_joined(batch, terms, reads) if of_terms else batch)
+        if of_terms or getattr(node, "returns_new", False):
+            terms.update({key: result.get(key) for key in _written(node)})
+            return
+        if result is not batch:
+            batch.update(result.select(*_written(node), strict=False))
+        for key in _written(node):  # the newer version is the one in the batch
+            terms.pop(key, None)
+
     def _check_present(self, tensordict: TensorDictBase) -> None:
         for key in self.in_keys:
             if tensordict.get(key, None) is None:
-                raise _missing(self, key, tensordict)
+                raise missing_key(self, key, tensordict)
 
     def get_dist(self, tensordict: TensorDictBase) -> torch.distributions.Distribution:
         """The action distribution of the last probabilistic node, from the batch; the batch is left as it was."""
@@ -108,7 +137,7 @@ class KeyedGraph(TensorDictModuleBase):
         nodes: list[Any] = list(self.nodes.values())
         last = max((i for i, node in enumerate(nodes) if _has_distribution(node)), default=None)
         if last is None:
-            names = ", ".join(f"{name} ({_describe(node)})" for name, node in self.nodes.items())
+            names = ", ".join(f"{name} ({describe(node)})" for name, node in self.nodes.items())
             raise GraphError(f"no node of this graph has a distribution; its nodes are {names}")
         scratch = tensordict.copy()
         for node in nodes[:last]:
@@ -165,7 +194,7 @@ class KeyedGraph(TensorDictModuleBase):
         lines = ["flowchart LR"]
         source: dict[KeyVersion, str] = {}
         for i, (node, (reads, writes)) in enumerate(zip(self.flat_nodes(), self.versions(), strict=True)):
-            lines.append(f'    n{i}["{_describe(node)}"]')
+            lines.append(f'    n{i}["{describe(node)}"]')
             for kv in reads:
                 if kv not in source:
                     source[kv] = f"in{len(source)}"
@@ -237,21 +266,35 @@ class _Renamed(TensorDictModuleBase):
         self.mapping = mapping
         self.in_keys = [mapping.get(k, k) for k in graph.in_keys]
         self.out_keys = [mapping.get(k, k) for k in graph.out_keys]
+        self.returns_new = graph.returns_new
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         inner = tensordict.empty()
         for inside, outside in zip(self.graph.in_keys, self.in_keys, strict=True):
             inner.set(inside, tensordict.get(outside))
-        self.graph(inner)
+        result = self.graph(inner)
+        written = TensorDict({}, batch_size=[]) if self.returns_new else tensordict
         for inside, outside in zip(self.graph.out_keys, self.out_keys, strict=True):
-            tensordict.set(outside, inner.get(inside))
-        return tensordict
+            written.set(outside, result.get(inside))
+        return written
 
     def get_dist(self, tensordict: TensorDictBase) -> torch.distributions.Distribution:
         inner = tensordict.empty()
         for inside, outside in zip(self.graph.in_keys, self.in_keys, strict=True):
             inner.set(inside, tensordict.get(outside))
         return self.graph.get_dist(inner)
+
+
+def _written(node: Any) -> list[Key]:
+    return [key for key in normalize_keys(node.out_keys) if key != DISCARD]
+
+
+def _joined(batch: TensorDictBase, terms: Mapping[Key, Any], keys: Iterable[Key] | None = None) -> TensorDict:
+    """The entries called ``keys`` (default: all) at no batch size; those of ``terms`` come first."""
+    joined = TensorDict({}, batch_size=[])
+    for key in [*batch.keys(True, True), *terms] if keys is None else keys:
+        joined.set(key, terms[key] if key in terms else batch.get(key))
+    return joined
 
 
 class _Dataflow:
@@ -294,7 +337,7 @@ class _Dataflow:
                         j for j in range(i + 1, len(self.versions)) if any(w.key == kv.key for w in self.versions[j][1])
                     )
                     raise GraphError(
-                        f"nodes {i} ({_describe(graph[i])}) and {again} ({_describe(graph[again])}) both write "
+                        f"nodes {i} ({describe(graph[i])}) and {again} ({describe(graph[again])}) both write "
                         f"{kv.key!r} and nobody reads the first value: give one of them another out_key, "
                         f"or '{DISCARD}' to throw its value away"
                     )
@@ -327,13 +370,13 @@ def _as_node(node: Any, index: int) -> TensorDictModuleBase:
     named = [k for k in keys if k != DISCARD]
     for key in named:
         if named.count(key) > 1:
-            raise GraphError(f"node {index} ({_describe(node)}) writes {key!r} twice: give each output its own key")
+            raise GraphError(f"node {index} ({describe(node)}) writes {key!r} twice: give each output its own key")
     return node
 
 
 def _open(node: nn.Module) -> list[TensorDictModuleBase]:
     """A node's leaves: keyed sequences opened, everything else itself."""
-    if isinstance(node, KeyedGraph) and not node._hidden:
+    if isinstance(node, KeyedGraph) and not node._hidden and not node.returns_new:
         return node.flat_nodes()
     if isinstance(node, (TensorDictSequential, ProbabilisticTensorDictSequential)) and _runs_plainly(node):
         return [leaf for child in node.module for leaf in _open(child)]
@@ -446,53 +489,3 @@ def _live(
         live[i] = True
         needed.update(reads)
     return live
-
-
-def _describe(node: nn.Module) -> str:
-    inner = getattr(node, "module", None)
-    if isinstance(node, TensorDictModule) and inner is not None:
-        if isinstance(inner, nn.Module):
-            return f"{'opaque ' if is_opaque(node) else ''}{type(inner).__name__}"
-        return getattr(inner, "__name__", None) or type(inner).__name__
-    return type(node).__name__
-
-
-def _shapes(tensordict: TensorDictBase, keys: Iterable[Key]) -> str:
-    def show(key: Key) -> str:
-        value = tensordict.get(key, None)
-        if not isinstance(value, torch.Tensor):
-            return f"{key!r}: {type(value).__name__}"
-        return f"{key!r} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-
-    return ", ".join(show(key) for key in keys)
-
-
-def _missing(graph: KeyedGraph, key: Key, tensordict: TensorDictBase) -> KeyMissingError:
-    index, node = next((name, node) for name, node in graph.nodes.items() if key in normalize_keys(node.in_keys))
-    present = list(tensordict.keys(True, True))
-    near = did_you_mean(key, present)
-    fix = ""
-    if near and isinstance(key, str):
-        found = near.removeprefix(" Did you mean ").removesuffix("?")
-        fix = f" graph.rename({key}={found})"
-    return KeyMissingError(
-        f"node {index} ({_describe(node)}) reads {key!r}, but the batch {list(tensordict.batch_size)} "
-        f"has {_shapes(tensordict, present) or 'no keys'}.{near}{fix}"
-    )
-
-
-def node_error(
-    graph: KeyedGraph, name: str, node: nn.Module, tensordict: TensorDictBase, error: Exception
-) -> GraphError:
-    """The error for a node that failed: which node, what it read with shapes and dtypes, and what it said."""
-    where = f"node {name} ({_describe(node)}) of a graph with in_keys {graph.in_keys}"
-    reads = _shapes(tensordict, normalize_keys(node.in_keys))
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    takes = ""
-    inner = getattr(node, "module", None)
-    if isinstance(inner, nn.Linear):
-        takes = f"; the layer takes [..., {inner.in_features}] {str(inner.weight.dtype).removeprefix('torch.')}"
-    elif isinstance(error, TypeError) and callable(inner):
-        with contextlib.suppress(TypeError, ValueError):
-            takes = f"; its signature is {inspect.signature(inner)}"
-    return GraphError(f"{where} failed on {reads}{takes}: {first_line}")

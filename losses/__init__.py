@@ -19,13 +19,20 @@ from graphrl.losses.functional import (
 )
 from graphrl.losses.policy import evaluate_action
 from graphrl.losses.ppo import PPOLoss
-from graphrl.losses.value import GAE
+from graphrl.losses.value import GAE, TD0Estimator, TD1Estimator, TDLambdaEstimator
+from graphrl.losses.value_estimator import ValueEstimator
+from graphrl.losses.vtrace import VTrace
 
 __all__ = [
     "GAE",
     "LossGraph",
     "LossTerm",
     "PPOLoss",
+    "TD0Estimator",
+    "TD1Estimator",
+    "TDLambdaEstimator",
+    "VTrace",
+    "ValueEstimator",
     "approximate_kl",
     "clipped_surrogate",
     "effective_sample_size",

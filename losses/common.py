@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictModuleBase, dispatch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
-from graphrl.errors import GraphError, GraphRLError, SpecError, did_you_mean
-from graphrl.graph import KeyedGraph, node_error
+from graphrl.errors import GraphError, SpecError, did_you_mean
+from graphrl.graph import KeyedGraph
 from graphrl.keys import Key, normalize_key, normalize_keys
 
-__all__ = ["LossGraph", "LossTerm", "SettableKeys", "require_same_shape", "value_key_of"]
+__all__ = ["LossGraph", "LossTerm", "SettableKeys", "next_key", "require_same_shape", "value_key_of"]
 
 
 def require_same_shape(**tensors: Tensor) -> None:
@@ -23,6 +23,11 @@ def require_same_shape(**tensors: Tensor) -> None:
     if len({tensor.shape for tensor in tensors.values()}) > 1:
         found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise SpecError(f"{found}: these must have one shape, and are not broadcast; reshape one where it is made")
+
+
+def next_key(key: Key) -> Key:
+    """The same key under ``next``."""
+    return normalize_key(("next", key))
 
 
 def value_key_of(critic: Any) -> Key:
@@ -61,12 +66,12 @@ class LossTerm(TensorDictModule):
                 continue
             self._live.append(name)
 
-    def compute(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The function's outputs, in ``out_keys`` order."""
+    def compute(self, tensors: Sequence[Tensor], **more: Any) -> tuple[Tensor, ...]:
+        """The function's outputs, in ``out_keys`` order; ``more``: arguments beside the options."""
         dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
         live = {name: getattr(self, name).to(dtype) for name in self._live}
         try:
-            result = self.module(*tensors, **live, **self._fixed)
+            result = self.module(*tensors, **live, **self._fixed, **more)
         except SpecError as error:
             arguments = inspect.signature(self.module).parameters
             reads = ", ".join(f"{arg}={key!r}" for arg, key in zip(arguments, self.in_keys, strict=False))
@@ -165,29 +170,19 @@ class LossGraph(SettableKeys):
     ) -> None:
         made = {name: LossTerm(*node) if isinstance(node, tuple) else node for name, node in nodes.items()}
         if out_keys is None:
-            terms = [node for node in made.values() if isinstance(node, (LossTerm, LossGraph))]
+            terms = [n for n in made.values() if isinstance(n, LossTerm) or getattr(n, "returns_new", False)]
             out_keys = dict.fromkeys(key for node in terms for key in normalize_keys(node.out_keys))
         super().__init__(*made.values(), out_keys=out_keys)
         self._name_nodes(made)
         self.tensor_keys = dict(tensor_keys or {})
 
-    @dispatch(auto_batch_size=False)
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The loss of a batch: a new TensorDict of batch size [] with ``out_keys``; ``tensordict`` stays as it is."""
-        self._check_present(tensordict)
-        batch = tensordict.copy()
-        terms: dict[Key, Tensor] = {}
-        for name, node in self.nodes.items():
-            try:
-                _run(node, batch, terms)
-            except GraphRLError:
-                raise
-            except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
-                raise node_error(self, name, node, _as_tensordict(batch, terms), error) from error
-        result = TensorDict({}, batch_size=[])
-        for key in self.out_keys:
-            result.set(key, terms[key] if key in terms else batch.get(key))
-        return result
+    def _run_apart(self, node: Any, batch: TensorDictBase, terms: dict[Key, Any]) -> None:
+        """Run one node: a function writes to ``terms``, whatever its shapes; a model writes to ``batch``."""
+        if isinstance(node, LossTerm):
+            outputs = node.compute([terms[key] if key in terms else batch.get(key) for key in node.in_keys])
+            terms.update(zip(node.out_keys, outputs, strict=True))
+        else:
+            super()._run_apart(node, batch, terms)
 
     def select(self, out_keys: object = None, in_keys: object = None) -> LossGraph:
         """A new loss with just the nodes needed for ``out_keys``; weights are shared. As :meth:`KeyedGraph.select`."""
@@ -199,27 +194,3 @@ class LossGraph(SettableKeys):
         """A new loss that reads and writes under other names. As :meth:`KeyedGraph.rename`."""
         view = super().rename(mapping, **names)[0]
         return LossGraph({"loss": LossTerm(self, view.in_keys, view.out_keys)})
-
-
-def _run(node: TensorDictModuleBase, batch: TensorDictBase, terms: dict[Key, Tensor]) -> None:
-    """Run one node: a function writes to ``terms``, whatever its shapes; a model writes to ``batch``."""
-    if isinstance(node, LossTerm):
-        outputs = node.compute([terms[key] if key in terms else batch.get(key) for key in node.in_keys])
-        terms.update(zip(node.out_keys, outputs, strict=True))
-    elif isinstance(node, LossGraph):
-        result = node(batch)
-        terms.update({key: result.get(key) for key in node.out_keys})
-    else:
-        node(batch)
-        for key in normalize_keys(node.out_keys):  # the newer version is the one in the batch
-            terms.pop(key, None)
-
-
-def _as_tensordict(batch: TensorDictBase, terms: Mapping[Key, Tensor]) -> TensorDict:
-    """Everything computed so far, for a message."""
-    seen = TensorDict({}, batch_size=[])
-    for key in batch.keys(True, True):
-        seen.set(key, batch.get(key))
-    for key, value in terms.items():
-        seen.set(key, value)
-    return seen

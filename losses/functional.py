@@ -158,12 +158,22 @@ def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
     return torch.where(total > 0, 1 - residual / torch.where(total > 0, total, 1.0), 0.0)
 
 
-def normalize_advantage(advantage: Tensor) -> Tensor:
-    """Advantages with mean 0 and standard deviation 1 over the whole batch.
+def normalize_advantage(advantage: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Advantages with mean 0 and standard deviation 1 over the whole batch, or over the steps that ``mask`` keeps.
 
         (A - mean(A)) / max(std(A), 1e-6),   std with n - 1, as PPO implementations have it; a lone advantage gives 0
 
-    advantage: [*B, 1]; returns the same shape, gradient flows.
+    advantage: [*B, 1]; returns the same shape, gradient flows. mask: bool of that shape; what it leaves out, NaN or
+    not, takes no part and becomes 0. Raises :class:`SpecError` for a mask of another shape.
     """
-    std = advantage.std(correction=1 if advantage.numel() > 1 else 0)
-    return (advantage - advantage.mean()) / std.clamp_min(1e-6)
+    if not advantage.numel():
+        return advantage
+    if mask is None:
+        std = advantage.std(correction=1 if advantage.numel() > 1 else 0)
+        return (advantage - advantage.mean()) / std.clamp_min(1e-6)
+    require_same_shape(advantage=advantage, mask=mask)
+    kept = torch.where(mask, advantage, 0.0)
+    count = mask.sum()
+    centred = torch.where(mask, kept - kept.sum() / count.clamp_min(1), 0.0)
+    variance = centred.square().sum() / (count - 1).clamp_min(1)
+    return centred / variance.clamp_min(1e-12).sqrt()

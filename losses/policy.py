@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from graphrl.errors import GraphError, SpecError
-from graphrl.keys import Key, normalize_key, normalize_keys
+from graphrl.keys import DISCARD, Key, normalize_key, normalize_keys
 
 __all__ = ["EvaluateAction", "action_keys_of", "evaluate_action"]
 
@@ -41,12 +41,13 @@ class EvaluateAction(TensorDictModuleBase):
                 "a loss must not broadcast one action over others"
             )
         tensordict.set(self.out_keys[0], dist.log_prob(action))
-        tensordict.set(self.out_keys[1], _entropy(dist))
+        if self.out_keys[1] != DISCARD:
+            tensordict.set(self.out_keys[1], _entropy(dist))
         return tensordict
 
     def replace_keys(self, mapping: Mapping[Key, Key]) -> None:
         """Read the action under another key from now on."""
-        self.in_keys[-1] = mapping.get(self.in_keys[-1], self.in_keys[-1])
+        self.in_keys = [*self.in_keys[:-1], mapping.get(self.in_keys[-1], self.in_keys[-1])]
 
 
 def evaluate_action(

@@ -36,9 +36,10 @@ class _RecurrentModule(TensorDictModuleBase):
         self.cell = self._cell(input_size, hidden_size, device=device, dtype=dtype)  # type: ignore[call-arg]
         self.hidden_size = hidden_size
         key = normalize_key(state_key)
-        self.in_keys = [normalize_key(in_key), key, normalize_key(is_init_key)]
+        self.is_init_key = normalize_key(is_init_key)
+        self.in_keys = [normalize_key(in_key), key, self.is_init_key]
         self.out_keys = [normalize_key(out_key), ("next", *([key] if isinstance(key, str) else key))]
-        self._steps_through_time = False
+        self.steps_through_time = False
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -60,7 +61,7 @@ class _RecurrentModule(TensorDictModuleBase):
         those after each step. Where ``is_init`` is set inside a sequence, a new one starts there.
         """
         other = copy.copy(self)
-        other._steps_through_time = True
+        other.steps_through_time = True
         return other
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -68,7 +69,7 @@ class _RecurrentModule(TensorDictModuleBase):
         x, state, is_init = (tensordict.get(key) for key in self.in_keys)
         if is_init.dtype != torch.bool or is_init.shape[-1:] != (1,):
             raise GraphError(f"{self.in_keys[2]!r} is {is_init.dtype} {list(is_init.shape)}: expected bool [*B, 1]")
-        if not self._steps_through_time:
+        if not self.steps_through_time:
             out, state = self._reset_and_step(x, state, is_init)
         else:
             outs, states, state = [], [], state.select(x.dim() - 2, 0)

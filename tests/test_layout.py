@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = ("compiler", "kernels", "models", "losses")
 
-ROOT_FILES = {"keys", "graph", "specs", "errors", "opaque_nodes", "progress", "_version"}
+ROOT_FILES = {"keys", "graph", "specs", "errors", "node_messages", "opaque_nodes", "progress", "_version"}
 """The keyed graph and its vocabulary, importable from every room."""
 
 WORK = {"envs", "collectors", "buffers", "training"}

@@ -149,6 +149,8 @@ def test_eager_short_cut_and_operator_agree_to_the_bit(family):
     tensors = {name: torch.tensor(arguments[name]) for name in family.coefficients}
     operator = getattr(torch.ops.graphrl, family.name)
     expected = as_tuple(operator(*(arguments | tensors).values(), -2, *options_of(family)))
+    if family.recurrence.outputs[-1] == "advantage":  # the functions return it first
+        expected = expected[::-1]
     for found in (family(arguments), family(arguments | tensors)):
         for x, y in zip(found, expected, strict=True):
             assert torch.equal(x, y)

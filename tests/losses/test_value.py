@@ -1,49 +1,16 @@
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
-from tensordict import TensorDict
+from rollouts import identity, rollout, steps
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 from graphrl.errors import GraphError, KeyMissingError, SpecError
-from graphrl.losses import GAE
-from graphrl.models import ValueCritic
-
-
-class Identity(nn.Module):
-    """The value of an observation is the observation itself; counts its calls."""
-
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return x
-
-
-def identity():
-    return TensorDictModule(Identity(), in_keys=["observation"], out_keys=["state_value"])
-
-
-def steps(root, following, reward, done=None, terminated=None):
-    """A batch of one trajectory from lists, [T, 1]."""
-
-    def column(x, dtype=torch.float64):
-        return torch.tensor(x, dtype=dtype).unsqueeze(-1)
-
-    size = [len(root)]
-    over = [0] * len(root)
-    return TensorDict(
-        observation=column(root),
-        next=TensorDict(
-            observation=column(following),
-            reward=column(reward),
-            done=column(done or over, torch.bool),
-            terminated=column(terminated or over, torch.bool),
-            batch_size=size,
-        ),
-        batch_size=size,
-    )
+from graphrl.losses import GAE, VTrace
+from graphrl.models import GaussianActor, ValueCritic
 
 
 def gae_reference(reward, value, next_value, done, terminated, gamma, lmbda):
@@ -57,21 +24,6 @@ def gae_reference(reward, value, next_value, done, terminated, gamma, lmbda):
             carry = delta + (0.0 if done[n, t] else gamma * lmbda * carry)
             advantage[n, t] = carry
     return advantage
-
-
-def rollout(n=3, t=8):
-    terminated = torch.rand(n, t, 1) < 0.15
-    return TensorDict(
-        observation=torch.randn(n, t, 3),
-        next=TensorDict(
-            observation=torch.randn(n, t, 3),
-            reward=torch.randn(n, t, 1),
-            done=terminated | (torch.rand(n, t, 1) < 0.15),
-            terminated=terminated,
-            batch_size=[n, t],
-        ),
-        batch_size=[n, t],
-    )
 
 
 def test_next_state_is_never_the_shifted_root():
@@ -88,6 +40,33 @@ def test_a_value_before_the_last_step_keeps_its_bootstrap():
     td = steps([0.0, 0.95], [0.95, 7.0], [0, 1], done=[0, 1], terminated=[0, 1])
     target = GAE(identity(), gamma=0.9, lmbda=0.0)(td)["value_target"].flatten().tolist()
     assert target == pytest.approx([0.855, 1.0])
+
+
+def test_a_time_limit_bootstraps_from_the_state_it_was_cut_at_not_from_the_root():
+    td = steps([5], [0], [1], done=[1])
+    assert GAE(identity(), gamma=0.9)(td)["advantage"].item() == pytest.approx(-4.0)
+
+
+def test_the_value_at_the_end_of_the_window_counts_once():
+    """V is 10 at the last next state and 0 elsewhere."""
+    td = steps([0, 0], [0, 10], [1, 1])
+    assert GAE(identity(), gamma=0.5, lmbda=1.0)(td)["advantage"].flatten().tolist() == [4.0, 6.0]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
+def test_a_terminal_last_step_is_worth_its_reward(gamma):
+    td = steps([2, 2, 2], [2, 2, 2], [1, 1, 1], done=[0, 0, 1], terminated=[0, 0, 1])
+    assert GAE(identity(), gamma=gamma)(td)["advantage"][-1].item() == -1.0
+
+
+def test_v_trace_does_not_look_past_a_truncation():
+    """The values after step 1 are those of the next episode."""
+    td = steps([1, 1, 100, 100], [1, 1, 100, 100], [0, 0, 0, 0], done=[0, 1, 0, 0])
+    actor = GaussianActor(1, 1, dtype=torch.float64)
+    with torch.no_grad():
+        actor(td)
+    out = VTrace(identity(), actor, gamma=1.0)(td)
+    assert out["advantage"].flatten().tolist() == pytest.approx([0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("differentiable", [False, True])
@@ -131,10 +110,10 @@ def test_lambda_one_is_return_minus_value_and_lambda_zero_the_td_error():
     torch.testing.assert_close(error["advantage"], expected)
 
 
-def test_the_critic_runs_once_and_gets_no_gradient():
+def test_the_critic_is_called_for_roots_and_for_next_states_and_gets_no_gradient():
     critic, td = identity(), steps([1, 2], [2, 3], [0, 0])
     GAE(critic)(td)
-    assert critic.module.calls == 1
+    assert critic.module.calls == 2
     td = GAE(ValueCritic(3))(rollout())
     assert not any(td[k].requires_grad for k in ("advantage", "value_target", "state_value"))
 
@@ -196,6 +175,13 @@ def test_what_does_not_fit_is_refused():
         GAE(ValueCritic(3), gamma=1.5)
     with pytest.raises(GraphError, match="expected one of them to be called 'state_value'"):
         GAE(TensorDictModule(lambda x: (x, x), in_keys=["observation"], out_keys=["a", "b"]))
+
+
+def test_the_page_s_example_runs():
+    page = (Path(__file__).parents[2] / "docs" / "estimators.md").read_text()
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1), names)
+    assert names["loss"]["loss_critic"].isfinite() and "advantage" in names["td"].keys()
 
 
 def test_trace_equals_eager(trace):
