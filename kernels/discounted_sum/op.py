@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from graphrl.kernels._checks import (
@@ -60,10 +61,13 @@ def sum_of_earlier(x: Tensor, done: Tensor | None, gamma: Tensor, time_dim: int)
 
 
 def _differentiable(
-    grad: Tensor, result: Tensor, done: Tensor, gamma: Tensor, time_dim: int, wants_coefficients: bool
+    grad: Tensor, result: Tensor, done: Tensor | None, gamma: Tensor, time_dim: int, wants_coefficients: bool
 ) -> list[Tensor]:
     total = sum_of_earlier(grad.to(gamma.dtype), done, gamma, time_dim)
-    return [total, total * following(result, done, time_dim)] if wants_coefficients else [total]
+    if not wants_coefficients:
+        return [total]
+    over = torch.zeros_like(grad, dtype=torch.bool) if done is None else done
+    return [total, total * following(result, over, time_dim)]
 
 
 _recurrence = Recurrence(

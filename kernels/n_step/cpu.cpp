@@ -1,7 +1,7 @@
 // n-step returns and the gradient of their rewards on the CPU; the equations stand in reference.py.
 //
 // Arrays are contiguous [outer, steps, inner], so the row i steps later is i * inner elements on, whatever the layout:
-// a tile of windows side by side takes its i-th rewards from one contiguous run. Tiles depend on nothing but inputs.
+// a tile of windows side by side takes its i-th rewards from one contiguous run. No tile depends on another.
 #include <algorithm>
 
 #include "abi.h"
@@ -53,7 +53,7 @@ GRL_INLINE T masked(Bits mask, T x) {
     return x;
 }
 
-// The flat element `e` of a window's i-th step joins those that are still open in `open`.
+// The windows that start at begin .. end of one outer block, a step of all of them at a time.
 template <class T, bool PerStep, bool Horizon>
 GRL_INLINE void run(const Forward<T>& p, int64_t first, int64_t begin, int64_t end) {
     using Bits = typename Unsigned<sizeof(T)>::type;
@@ -79,12 +79,19 @@ GRL_INLINE void run(const Forward<T>& p, int64_t first, int64_t begin, int64_t e
             any |= open[k];
         }
     }
+    T *total = p.total + first + begin, *discount = p.discount + first + begin;
+    int64_t* index = p.index + first + begin;
+    for (int64_t k = 0; k < size; ++k) {
+        total[k] = sum[k];
+        discount[k] = zero_where(ended[k] != 0, product[k]);
+    }
+    if (p.inner == 1) {  // SIMD; the counter below is scalar
+        for (int64_t k = 0; k < size; ++k) index[k] = begin + k + int64_t(count[k]) - 1;
+        return;
+    }
     int64_t t = begin / p.inner, lane = begin % p.inner;
     for (int64_t k = 0; k < size; ++k) {
-        const int64_t e = first + begin + k;
-        p.total[e] = sum[k];
-        p.discount[e] = zero_where(ended[k] != 0, product[k]);
-        p.index[e] = t + int64_t(count[k]) - 1;
+        index[k] = t + int64_t(count[k]) - 1;
         if (++lane == p.inner) lane = 0, ++t;
     }
 }
@@ -157,7 +164,7 @@ void launch(const P& p, int64_t threads) {
 }  // namespace grl
 
 #define GRL_N_STEP(SUFFIX, T)                                                                                          \
-    GRL_EXPORT void grl_n_step_return_##SUFFIX(const T* reward, const uint8_t* done, const uint8_t* terminated,               \
+    GRL_EXPORT void grl_n_step_return_##SUFFIX(const T* reward, const uint8_t* done, const uint8_t* terminated,        \
                                         const T* gamma, const int32_t* horizon, double gamma0, int64_t n, T* total,    \
                                         T* discount, int64_t* index, int64_t outer, int64_t steps, int64_t inner,      \
                                         int64_t threads) {                                                             \
@@ -165,7 +172,7 @@ void launch(const P& p, int64_t threads) {
                           discount, index};                                                                            \
         grl::launch<T>(p, threads);                                                                                    \
     }                                                                                                                  \
-    GRL_EXPORT void grl_n_step_return_backward_##SUFFIX(                                                                      \
+    GRL_EXPORT void grl_n_step_return_backward_##SUFFIX(                                                               \
         const T* grad, const uint8_t* done, const uint8_t* terminated, const T* gamma, const int32_t* horizon,         \
         double gamma0, int64_t n, T* grad_reward, int64_t outer, int64_t steps, int64_t inner, int64_t threads) {      \
         grl::Backward<T> p{{outer, steps, inner, n, done, terminated, gamma, T(gamma0), horizon}, grad, grad_reward};  \

@@ -7,7 +7,7 @@ from torch import Tensor
 
 __all__ = ["n_step_by_doubling"]
 
-Window = tuple[Tensor, Tensor, Tensor]
+Window = tuple[Tensor, ...]
 """Discounted sum, product of gammas, and whether a cut closes it: of some steps in a row, from each step on."""
 
 
@@ -28,12 +28,12 @@ def n_step_by_doubling(
     # [T] or [T, 1, ...], to broadcast along the dimensions behind time
     at = torch.arange(steps, device=reward.device).view(steps, *(1,) * (reward.dim() - dim - 1)).expand(reward.shape)
     length = torch.full_like(at, min(n, steps)) if horizon is None else horizon.long().clamp(1, steps)
-    taken: Window = tuple(torch.full_like(x.narrow(dim, 0, steps), y) for x, y in zip(window, (0, 1, 0), strict=True))  # type: ignore[assignment]
+    taken: Window = tuple(torch.full_like(x.narrow(dim, 0, steps), y) for x, y in zip(window, (0, 1, 0), strict=True))
     forward = torch.arange(steps + 1, device=reward.device)
     for bit in range(bits):
         chosen = (length >> bit) & 1
         longer = _join(taken, tuple(x.gather(dim, at) for x in window))
-        taken = tuple(torch.where(chosen == 1, x, y) for x, y in zip(longer, taken, strict=True))  # type: ignore[assignment]
+        taken = tuple(torch.where(chosen == 1, x, y) for x, y in zip(longer, taken, strict=True))
         at = (at + (chosen << bit)).clamp(max=steps)
         window = _join(window, tuple(x.index_select(dim, (forward + (1 << bit)).clamp(max=steps)) for x in window))
     return taken[0].to(reward.dtype), taken[1].to(reward.dtype)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from graphrl.errors import SpecError, require_extra
 from graphrl.kernels._checks import as_coefficient, as_flag, check_same_shape, check_time_dim, common_float_dtype
-from graphrl.kernels._eager import inside_transform
+from graphrl.kernels._eager import inside_transform, plain_eager
 from graphrl.kernels._lib import lib as _native
-from graphrl.kernels._recurrence import _to_front, extents
+from graphrl.kernels._recurrence import _plain, _to_front, extents
 from graphrl.kernels.n_step.doubling import n_step_by_doubling
 
 __all__ = ["n_step_return"]
@@ -96,7 +96,7 @@ def _call(name: str, x: Tensor, args: tuple[Any, ...], *out: Tensor) -> None:
     x, done, terminated = x.to(gamma.dtype).contiguous(), done.contiguous(), terminated.contiguous()
     per_step = gamma.contiguous() if gamma.dim() else None
     if horizon is not None:
-        horizon = horizon.clamp(max=_UNLIMITED).to(torch.int32).contiguous()
+        horizon = horizon.long().clamp(1, _UNLIMITED).to(torch.int32).contiguous()
     pointers = [y if y is None else y.data_ptr() for y in (x, done, terminated, per_step, horizon)]
     function = getattr(_native, f"grl_{name}_{'f64' if gamma.dtype == torch.float64 else 'f32'}")
     number = 0.0 if gamma.dim() else gamma.item()
@@ -166,7 +166,7 @@ def _backward(ctx: Any, grad: Tensor, grad_discount: Tensor, _: Any) -> tuple[Te
     # Gradient mode is on in a backward pass only under create_graph=True.
     if ctx.wants_gamma or torch.is_grad_enabled():
         reward = torch.zeros_like(grad) if reward is None else reward  # the sums are linear in it
-        _, pull = torch.func.vjp(lambda r, g: n_step_by_doubling(r, done, terminated, g, *hidden[3:]), reward, gamma)
+        pull = torch.func.vjp(lambda r, g: n_step_by_doubling(r, done, terminated, g, *hidden[3:]), reward, gamma)[1]
         grad_reward, grad_gamma = pull((grad, grad_discount))
     else:
         grad_reward = torch.ops.graphrl.n_step_return_backward(grad, *hidden)
@@ -205,6 +205,8 @@ class _Transformable(torch.autograd.Function):
 
 
 def _apply(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if plain_eager() and all(not isinstance(x, Tensor) or _plain(x) for x in args):
+        return _forward_cpu(*args)
     found = _Transformable.apply(*args) if inside_transform() else torch.ops.graphrl.n_step_return(*args)
     return found  # type: ignore[no-any-return]
 

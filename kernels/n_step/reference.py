@@ -1,4 +1,4 @@
-"""The n-step return as its definition states it, in float64 and one window at a time: the judge of the other versions."""
+"""n-step returns as their definition states them, in float64 and one window at a time: the judge of the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def n_step_reference(
     gamma: float | Tensor,
     n: int | Tensor,
     *,
-    time_dim: int = -2,
+    time_dim: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of up to n rewards, the discount behind them and the row whose next state bootstraps, in float64.
 
@@ -25,26 +25,29 @@ def n_step_reference(
     The discount is 0 where row t + k - 1 is terminated. Plain torch operations, so autograd gives the reference
     gradients. A horizon below one counts as one.
     """
-    dim = time_dim % reward.dim()
+    if time_dim is None:
+        time_dim = -2 if reward.dim() >= 2 and reward.shape[-1] == 1 else -1
     gamma, n = torch.as_tensor(gamma, dtype=torch.float64), torch.as_tensor(n)
-    over, ended = done.bool() | terminated.bool(), terminated.bool()
-    # [rows, T] each
-    r, g, h, over, ended = (
-        x.broadcast_to(reward.shape).movedim(dim, -1).flatten(0, -2) if reward.dim() > 1 else x.expand(1, len(reward))
-        for x in (reward.double(), gamma, n, over, ended)
+    r, over, ended, g, h = (
+        x.broadcast_to(reward.shape).movedim(time_dim, 0)
+        for x in (reward.double(), done.bool() | terminated.bool(), terminated.bool(), gamma, n)
     )
-    moved = reward.movedim(dim, -1).shape
-    sums, discounts, index = [], [], []
-    for row in range(r.shape[0]):
-        for t in range(r.shape[1]):
-            total, product, last = r[row, t], g[row, t], t
-            while not over[row, last] and last + 1 < r.shape[1] and last + 1 - t < h[row, t]:
-                last += 1
-                total, product = total + product * r[row, last], product * g[row, last]
-            sums.append(total)
-            discounts.append(torch.zeros_like(product) if ended[row, last] else product)
-            index.append(last)
-    if not sums:
+    zero, steps = r.new_zeros(()), r.shape[0]
+    rows = []
+    for t in range(steps):
+        total, product, last, open_ = r[t], g[t], torch.full_like(over[t], t, dtype=torch.int64), ~over[t]
+        dropped = ended[t]
+        for i in range(1, steps - t):
+            open_ = open_ & (i < h[t])
+            if not open_.any():
+                break
+            # A closed window multiplies by what it may not see: NaN there must reach no gradient either.
+            total = total + torch.where(open_, product, zero) * torch.where(open_, r[t + i], zero)
+            product = product * torch.where(open_, g[t + i], zero + 1)
+            last, dropped = last + open_, dropped | (open_ & ended[t + i])
+            open_ = open_ & ~over[t + i]
+        rows.append((total, torch.where(dropped, zero, product), last))
+    if not rows:
         return reward.double(), reward.double(), torch.zeros_like(reward, dtype=torch.int64)
-    back = [torch.stack(x).view(moved).movedim(-1, dim) for x in (sums, discounts)]
-    return back[0], back[1], torch.tensor(index).view(moved).movedim(-1, dim)
+    total, discount, last = (torch.stack(x).movedim(0, time_dim) for x in zip(*rows, strict=True))
+    return total, discount, last

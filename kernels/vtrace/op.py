@@ -43,7 +43,7 @@ def vtrace(
 
     Returns ``(advantage, value_target)``, contiguous, of reward's shape. Gradient flows to reward, value, next_value,
     gamma and lmbda, any number of times; none to ratio, which the paper holds constant. A NaN that a cut hides reaches
-    neither results nor gradients. Raises SpecError when shapes, dtypes or devices do not fit, or a clip is not positive.
+    neither results nor gradients. Raises SpecError when shapes, dtypes or devices do not fit, and for a clip <= 0.
     """
     floats = {"reward": reward, "value": value, "next_value": next_value, "ratio": ratio}
     check_same_shape("vtrace", **floats, done=done, terminated=terminated)

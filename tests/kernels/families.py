@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from trajectories import random_trajectory
 
-from graphrl.kernels import discounted_sum, gae, td_lambda
+from graphrl.kernels import discounted_sum, gae, td_lambda, vtrace
 from graphrl.kernels.discounted_sum import op as discounted_sum_op
 from graphrl.kernels.discounted_sum.reference import discounted_sum_reference
 from graphrl.kernels.gae import op as gae_op
 from graphrl.kernels.gae.reference import gae_reference
 from graphrl.kernels.td_lambda import op as td_lambda_op
 from graphrl.kernels.td_lambda.reference import td_lambda_reference
+from graphrl.kernels.vtrace import op as vtrace_op
+from graphrl.kernels.vtrace.reference import vtrace_reference
 
 COEFFICIENTS = {"gamma": 0.99, "lmbda": 0.95}
 
@@ -47,6 +50,7 @@ class Family:
     def draw(self, shape: Any, dtype: torch.dtype = torch.float64, **random: Any) -> dict[str, Any]:
         """Random arguments by name, in order; the coefficients are numbers."""
         drawn = random_trajectory(shape, dtype, **random)._asdict() | COEFFICIENTS
+        drawn["ratio"] = random_trajectory(shape, dtype, seed=9).reward.abs()
         return {name: drawn[name] for name in self.arguments}
 
     def __call__(self, arguments: dict[str, Any], time_dim: int | None = None) -> tuple[Tensor, ...]:
@@ -66,6 +70,16 @@ class Family:
 
 def as_tuple(x: Any) -> tuple[Tensor, ...]:
     return x if isinstance(x, tuple) else (x,)
+
+
+def ratio_before_flags(function: Callable[..., Any]) -> Callable[..., Any]:
+    """V-trace with its arguments in the order of its operator."""
+
+    @wraps(function)
+    def call(reward, value, next_value, ratio, done, terminated, *coefficients, **options):
+        return function(reward, value, next_value, done, terminated, ratio, *coefficients, **options)
+
+    return call
 
 
 FLAGS = ("done", "terminated")
@@ -92,6 +106,13 @@ FAMILIES = {
             discounted_sum_op,
             ("reward", "done", "gamma"),
             ("reward",),
+        ),
+        Family(
+            ratio_before_flags(vtrace),
+            ratio_before_flags(vtrace_reference),
+            vtrace_op,
+            ("reward", "value", "next_value", "ratio", *FLAGS, "gamma", "lmbda"),
+            ("reward", "value", "next_value"),
         ),
     )
 }

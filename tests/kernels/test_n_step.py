@@ -12,9 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torch.fx.experimental.proxy_tensor import make_fx
 from trajectories import random_trajectory
 
+import graphrl as grl
 from graphrl.errors import SpecError
 from graphrl.kernels import gae, n_step_return
 from graphrl.kernels.n_step.reference import n_step_reference
@@ -95,6 +97,14 @@ def test_non_contiguous_inputs_and_integer_flags_equal_contiguous_and_boolean_on
     for flags in (data[1:], [x.long() * 2 for x in data[1:]]):
         for x, y in zip(n_step_return(data[0], *flags, 0.9, 3), expected, strict=True):
             assert torch.equal(x, y) and x.is_contiguous()
+
+
+def test_horizons_of_any_integer_dtype_and_size_are_taken():
+    data, small = arguments((3, 20, 1)), torch.tensor([1, 3, 20]).view(3, 1, 1)
+    expected = n_step_return(*data, 0.9, small)
+    for n in (small.to(torch.uint8), small.to(torch.int32), torch.tensor([-(2**40), 3, 2**40]).view(3, 1, 1)):
+        for x, y in zip(n_step_return(*data, 0.9, n), expected, strict=True):
+            assert torch.equal(x, y)
 
 
 # --- what n steps mean ---
@@ -288,6 +298,19 @@ def test_trace_has_one_node_and_one_more_for_the_gradient(mode):
     assert count(program, OP) == 1 and count(program, BACKWARD) == 1
     other = arguments((4, 20, 1) if mode != "symbolic" else (7, 33, 1), end=0.2)
     torch.testing.assert_close(program(*other), sums_and_gradient(*other))
+
+
+def test_a_keyed_graph_traces_to_one_node():
+    def run(reward, done, terminated):
+        return n_step_return(reward, done, terminated, 0.9, 3)
+
+    names = ["reward", "done", "terminated"]
+    graph = grl.KeyedGraph((run, names, ["n_step_reward", "discount", "bootstrap_index"]))
+    td = TensorDict(dict(zip(names, arguments((4, 20, 1), torch.float32), strict=True)), batch_size=[4, 20])
+    assert str(grl.trace(graph, td)).count("graphrl.n_step_return") == 1
+    fast = grl.compile(graph, td, backend="eager")
+    for name in graph.out_keys:
+        assert torch.equal(fast(td.clone())[name], graph(td.clone())[name])
 
 
 def test_compiles_without_graph_breaks():

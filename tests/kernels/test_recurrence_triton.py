@@ -85,7 +85,7 @@ def compile_kernel(family, kernel, blocks, sizes, capability, dtype, **constants
     constants |= {n: 1 for n, size in zip(names, sizes, strict=True) if size == 1}  # as a launch specialises it
     types = {n: f"*{exact if 'gamma' in n or 'lmbda' in n else dtype}" for n in kernel.arg_names}
     types |= dict.fromkeys(("done", "terminated"), "*u8") | dict.fromkeys(names, "i32")
-    types |= dict.fromkeys(family.recurrence.options, "fp32")
+    types |= dict.fromkeys(family.recurrence.options, "fp64")  # as annotated in the kernels
     return compile_without_gpu(
         kernel, types, constants, capability, num_warps=blocks["num_warps"], **_triton_scan.OPTIONS
     )
@@ -141,6 +141,43 @@ def test_block_table_fits_its_shape():
         for blocks in table:
             assert blocks["ROWS"] * blocks["TIME"] <= 1024
             assert blocks["ROWS"] < 2 * rows and blocks["TIME"] < 2 * steps
+
+
+@needs_triton
+def test_block_sizes_are_timed_once_per_power_of_two(monkeypatch):
+    from graphrl.kernels import _triton_scan
+    from graphrl.kernels.gae.triton import forward_kernel
+
+    timed = []
+    monkeypatch.setattr(_triton_scan, "_chosen", {})
+    monkeypatch.setattr(_triton_scan, "_time", lambda run, blocks: timed.append(blocks) or -len(timed))
+
+    def choose(rows, steps, dtype=torch.float32, kernel=forward_kernel):
+        sizes = (rows, steps, steps, 1, 0)
+        key = _triton_scan._key(kernel, [torch.empty(0, dtype=dtype), None], {"GAMMA": False}, sizes)
+        return _triton_scan._fastest(None, _triton_scan.block_table(rows, steps, 1), key)
+
+    first = choose(1000, 1000)
+    assert first == timed[-1] and len(timed) == 5
+    assert choose(520, 1024) == first and len(timed) == 5
+    for other in ((2000, 1000), (1000, 1025), (1000, 1000, torch.float64), (1000, 1000, torch.float32, None)):
+        before = len(timed)
+        choose(*other)
+        assert len(timed) == before + 5
+
+
+@needs_triton
+def test_the_rule_decides_where_a_measurement_may_not(monkeypatch):
+    from graphrl.kernels._triton_scan import _fixed
+    from graphrl.kernels.gae.triton import forward_kernel
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert not _fixed(forward_kernel) and _fixed(lambda: None)  # interpreted kernels are of another class
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert _fixed(forward_kernel)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert _fixed(forward_kernel)
 
 
 @pytest.mark.gpu

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,21 +11,22 @@ import torch
 from families import FAMILIES
 
 from graphrl.errors import SpecError
+from graphrl.kernels import _lib, _recurrence
 
 SHAPES = [
     ((1, 1, 1), -2),
     ((3, 7, 1), -2),
     ((8, 128, 1), -2),
     ((2, 3, 40, 1), -2),
-    ((13, 1100, 1), -2),  # more rows than lanes, several tiles
-    ((1, 1500, 1), -2),  # one long row
-    ((2, 1023, 1), -2),
+    ((13, 530, 1), -2),  # more rows than lanes, several tiles
+    ((1, 1100, 1), -2),  # one long row
+    ((2, 523, 1), -2),
     ((50,), -1),
     ((6, 50), -1),
     ((50, 6), 0),
-    ((50, 300), 0),  # time-major: lanes along memory
+    ((20, 300), 0),  # time-major: lanes along memory
     ((4, 60, 3, 1), -3),  # agents
-    ((11, 700, 7, 1), -3),
+    ((11, 150, 7, 1), -3),
     ((3, 20, 17, 1), 1),
     ((0, 5, 1), -2),
     ((5, 0, 1), -2),
@@ -50,7 +49,7 @@ def assert_matches_reference(family, arguments, time_dim=None, tolerance=None):
 @every_family
 @pytest.mark.parametrize(("shape", "time_dim"), SHAPES, ids=str)
 def test_equals_the_reference(family, shape, time_dim):
-    for dtype in DTYPES:
+    for dtype in DTYPES[: 2 if shape[time_dim] > 200 else 4]:  # half precision runs through float32's kernels
         assert_matches_reference(family, family.draw(shape, dtype), time_dim)
 
 
@@ -60,8 +59,9 @@ def test_per_step_coefficients_equal_the_reference(family, shape, time_dim):
     arguments = family.draw(shape)
     steps = {name: torch.rand(shape).double() for name in family.coefficients}
     assert_matches_reference(family, arguments | steps, time_dim)
-    for name in family.coefficients:  # one per step, the other a number
-        assert_matches_reference(family, arguments | {name: steps[name]}, time_dim)
+    if shape[time_dim] < 200:
+        for name in family.coefficients:  # one per step, the other a number
+            assert_matches_reference(family, arguments | {name: steps[name]}, time_dim)
 
 
 @every_family
@@ -118,7 +118,7 @@ def test_a_hundred_thousand_steps_stay_accurate(family, shape):
 
 @every_family
 def test_no_cut_over_many_tiles_equals_the_reference(family):
-    for shape in ((1, 1100, 1), (9, 1100, 1), (3, 800, 2, 1)):
+    for shape in ((1, 1100, 1), (9, 530, 1), (3, 300, 2, 1)):
         arguments = family.draw(shape, end=0.0) | dict.fromkeys(family.coefficients, 1.0)
         assert_matches_reference(family, arguments, 1)
 
@@ -220,22 +220,21 @@ def test_non_finite_values_stay_on_their_side_of_a_cut(family, shape, time_dim, 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 has several versions")
 @pytest.mark.parametrize("isa", ["base", "avx2"])
-def test_every_instruction_set_equals_the_reference(isa):
-    code = """
-import torch
-from families import FAMILIES
-for shape, time_dim in (((13, 530, 1), 1), ((1, 600, 1), 1), ((20, 9), 0), ((5, 20, 3, 1), 1)):
-    for dtype in (torch.float32, torch.float64):
-        for family in FAMILIES.values():
-            results = []
-            for function in (family, family.judge):
-                arguments = family.draw(shape, dtype)
-                leaves = family.leaves(arguments)
-                out = function(arguments, time_dim)
-                results.append((*out, *torch.autograd.grad(out[0].square().sum(), leaves)))
-            for x, y in zip(*results):
-                scale = y.abs().max()
-                torch.testing.assert_close(x.double() / scale, y.double() / scale, rtol=1e-4, atol=1e-5)
-"""
-    environment = os.environ | {"GRAPHRL_ISA": isa}
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent, env=environment, timeout=300)
+def test_every_instruction_set_equals_the_reference(isa, monkeypatch, tmp_path):
+    # The library asks once: a copy of it asks again.
+    copy = shutil.copy(_lib._find(), tmp_path)
+    monkeypatch.setenv("GRAPHRL_ISA", isa)
+    monkeypatch.setattr(_lib, "_find", lambda: Path(copy))
+    monkeypatch.setattr(_recurrence, "_native", _lib._load())
+    for family in FAMILIES.values():
+        for shape, time_dim in (((13, 530, 1), 1), ((1, 600, 1), 1), ((20, 9), 0), ((5, 20, 3, 1), 1)):
+            for dtype in (torch.float32, torch.float64):
+                results = []
+                for function in (family, family.judge):
+                    arguments = family.draw(shape, dtype)
+                    leaves = family.leaves(arguments)
+                    out = function(arguments, time_dim)
+                    results.append((*out, *torch.autograd.grad(out[0].square().sum(), leaves)))
+                for x, y in zip(*results, strict=True):
+                    scale = y.abs().max()
+                    torch.testing.assert_close(x.double() / scale, y.double() / scale, rtol=1e-4, atol=1e-5)

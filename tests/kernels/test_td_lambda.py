@@ -28,13 +28,27 @@ def test_lambda_zero_is_one_step_and_lambda_one_is_monte_carlo(shape):
     assert torch.equal(td_lambda(*arguments, 0.9, 1.0), td1(*arguments, 0.9))
 
 
-def test_lambda_return_is_td_lambda_with_the_flag_in_the_discount():
-    t = random_trajectory((5, 30, 1))
-    discount = torch.rand(5, 30, 1).double() * ~t.terminated
+@pytest.mark.parametrize(
+    ("shape", "time_dim"), [((5, 30, 1), -2), ((1, 900, 1), -2), ((9, 600, 3, 1), 1), ((40, 300), 0)], ids=str
+)
+def test_lambda_return_is_td_lambda_with_the_flag_in_the_discount(shape, time_dim):
+    t = random_trajectory(shape)
+    discount = torch.rand(shape).double() * ~t.terminated
     never = torch.zeros_like(t.done)
-    found = lambda_return(t.reward, t.next_value, discount, 0.8)
-    torch.testing.assert_close(found, td_lambda(t.reward, t.next_value, t.terminated, t.terminated, discount, 0.8))
-    torch.testing.assert_close(found, td_lambda(t.reward, t.next_value, never, never, discount, 0.8))
+    results = []
+    for gammas in (discount, torch.tensor(0.9, dtype=torch.float64)):
+        for flags in (None, (never, never)):
+            leaves = [x.detach().clone().requires_grad_() for x in (t.reward, t.next_value, gammas)]
+            r, w, g = leaves
+            if flags is None:
+                out = lambda_return(r, w, g, 0.8, time_dim=time_dim)
+            else:
+                out = td_lambda(r, w, *flags, g, 0.8, time_dim=time_dim)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    torch.testing.assert_close(results[2], results[3], rtol=0, atol=0)
+    flagged = td_lambda(t.reward, t.next_value, t.terminated, t.terminated, discount, 0.8, time_dim=time_dim)
+    torch.testing.assert_close(results[0][0], flagged)
 
 
 def test_lambda_return_is_the_mixture_of_n_step_returns():
