@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphrl.errors import SpecError, require_extra
+from graphrl.kernels._checks import FLOATS
 from graphrl.kernels.mlp.reference import ACTIVATIONS, mlp_reference
 
 __all__ = ["MAX_WIDTH", "mlp_forward"]
@@ -28,7 +29,8 @@ def mlp_forward(
     ``MAX_WIDTH`` wide. Returns [*B, n_last] in the dtype of ``x``.
 
     On a GPU all layers run in one launch, with float32 sums and no TF32; on the CPU layer by layer.
-    Raises :class:`SpecError` when shapes, dtypes or names do not fit. Calling ``backward`` through it is an error.
+    ``torch.vmap`` over ``x`` is one launch, over weights one for each. Raises :class:`SpecError` when shapes, dtypes or
+    names do not fit. Calling ``backward`` through it is an error.
     """
     _check(x, weights, biases, activations)
     return torch.ops.graphrl.mlp_forward(x, list(weights), list(biases), list(activations))
@@ -43,6 +45,8 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     unknown = [a for a in activations if a not in ACTIVATIONS]
     if unknown:
         raise SpecError(f"mlp_forward: no activation {unknown[0]!r}; there are {', '.join(ACTIVATIONS)}")
+    if x.dtype not in FLOATS or (x.dtype == torch.float64 and x.is_cuda):
+        raise SpecError(f"mlp_forward: x is {x.dtype} on {x.device}, expected float32, float16 or bfloat16. x.float()")
     width = x.shape[-1] if x.dim() else 0
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         for name, tensor in (("weight", weight), ("bias", bias)):
@@ -76,6 +80,21 @@ def _fake(x: Tensor, weights: Sequence[Tensor], *_: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weights[-1].shape[0])
 
 
+def _vmap(info: Any, in_dims: Any, x: Tensor, *layers: Any) -> tuple[Tensor, int]:
+    """Rows are free, so over ``x`` it is the same call with one more dimension; networks go one by one."""
+    x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+    if not any(d is not None for dims in in_dims[1:3] for d in dims or ()):
+        return torch.ops.graphrl.mlp_forward(x, *layers), 0
+    outputs = []
+    for i, rows in enumerate(x):
+        weights, biases = (
+            [t if d is None else t.select(d, i) for t, d in zip(tensors, dims, strict=True)]
+            for tensors, dims in zip(layers[:2], in_dims[1:3], strict=True)
+        )
+        outputs.append(torch.ops.graphrl.mlp_forward(rows, weights, biases, layers[2]))
+    return torch.stack(outputs), 0
+
+
 def _backward(ctx: Any, grad: Tensor) -> Any:
     raise NotImplementedError("graphrl::mlp_forward has no gradient: train through the layers themselves")
 
@@ -88,4 +107,5 @@ _ops.define(
 _ops.impl("mlp_forward", lambda *args: mlp_reference(*args).contiguous(), "CPU")
 _ops.impl("mlp_forward", _cuda, "CUDA")
 torch.library.register_fake("graphrl::mlp_forward", _fake, lib=_ops)
+torch.library.register_vmap("graphrl::mlp_forward", _vmap, lib=_ops)
 torch.library.register_autograd("graphrl::mlp_forward", _backward, lib=_ops)

@@ -9,6 +9,7 @@ that stay in cache. Sums are float32, without TF32. Blocks are sized by a fixed 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import triton
@@ -97,7 +98,7 @@ def mlp_forward(
     """``graphrl::mlp_forward`` on a GPU: the same arguments, its result."""
     sizes = (x.shape[-1], *(w.shape[0] for w in weights))
     out = x.new_empty(*x.shape[:-1], sizes[-1])
-    rows = x.numel() // sizes[0]
+    rows = prod(x.shape[:-1])
     if rows:
         half = rows * max(sizes[1:-1], default=0)
         scratch = x.new_empty(2 * half)

@@ -2,14 +2,15 @@
 //
 // A node is eight children, one cache line of float64: a million leaves are seven levels, of which all but the lowest
 // two or three stay in the L2 cache. (Sixteen were slower to sum, and in float64 took two lines to read.) Searches go
-// down together, level by level: while one waits for its next node the others add. Sums run from left to right here and
-// in triton.py, so both choose the same leaf.
+// down together, level by level: while one waits for its next node the others add, one per SIMD lane. Sums run from left
+// to right here and in triton.py, so all versions choose the same leaf.
 #include <algorithm>
 #include <limits>
 #include <vector>
 
 #include "abi.h"
 #include "binding.h"
+#include "scan.h"
 
 namespace grl {
 namespace {
@@ -19,33 +20,23 @@ constexpr int64_t kLevels = 24;    // 8^22 leaves do not fit in an int64
 constexpr int64_t kTogether = 64;  // searches that go down side by side
 
 template <class T>
-struct Lanes {  // 16 bytes: SSE2 and NEON are always there, and the sums, not the comparisons, take the time
-    static constexpr int64_t count = 16 / sizeof(T);
-    typedef T type __attribute__((vector_size(16)));
-    static GRL_INLINE type load(const T* from) {
-        type x;
-        std::memcpy(&x, from, sizeof x);
-        return x;
-    }
-};
-
-template <class T>
 struct Tree {
-    using V = typename Lanes<T>::type;
-    static constexpr int64_t kLanes = Lanes<T>::count;
+    static constexpr int kLanes = 16 / sizeof(T);  // what every machine has; AVX2 made searches no faster
+    using V = typename Vec<T, kLanes>::type;
     static constexpr T kInfinity = std::numeric_limits<T>::infinity();
 
     T* leaves;
     T* inner;  // [3, width]: sums, smallest above zero (or 0), largest
-    int64_t capacity, width;
+    int64_t capacity, width = 0;
     int64_t root = 0;                               // level of the root; the leaves are level 0
     int64_t size[kLevels] = {}, at[kLevels] = {};  // of each level: nodes, and where they begin in `inner`
 
-    Tree(T* leaves, T* inner, int64_t capacity, int64_t width)
-        : leaves(leaves), inner(inner), capacity(capacity), width(width) {
+    Tree(T* leaves, T* inner, int64_t capacity) : leaves(leaves), inner(inner), capacity(capacity) {
         for (size[0] = capacity; root == 0 || size[root] > 1; ++root) size[root + 1] = (size[root] + kFan - 1) / kFan;
-        for (int64_t level = root; level > 1; --level)
-            at[level - 1] = at[level] + (size[level] + kFan - 1) / kFan * kFan;
+        for (int64_t level = root; level > 0; --level) {
+            at[level] = width;
+            width += (size[level] + kFan - 1) / kFan * kFan;
+        }
     }
 
     // The last node of leaves may be cut short: `spare` then holds it, filled up with zeros.
@@ -57,20 +48,23 @@ struct Tree {
     }
 
     // The nodes of level 1 stand above leaves, whose least and largest are the leaves themselves.
+    template <bool AboveLeaves>
     GRL_INLINE void recompute(int64_t level, int64_t node) {
         T spare[kFan];
-        const T* w = level == 1 ? node_of_leaves(node, spare) : inner + at[level - 1] + node * kFan;
-        const int64_t row = level == 1 ? 0 : width;
+        const T* w = AboveLeaves ? node_of_leaves(node, spare) : inner + at[level - 1] + node * kFan;
+        const int64_t row = AboveLeaves ? 0 : width;
         V least = V{} + kInfinity, largest = {};
         for (int64_t j = 0; j < kFan; j += kLanes) {
-            const V x = Lanes<T>::load(w + row + j), y = Lanes<T>::load(w + 2 * row + j);
+            V x, y;
+            std::memcpy(&x, w + row + j, sizeof x);
+            std::memcpy(&y, w + 2 * row + j, sizeof y);
             const V above_zero = x > V{} ? x : V{} + kInfinity;
             least = above_zero < least ? above_zero : least;
             largest = y > largest ? y : largest;
         }
         T sum = w[0], low = least[0], high = largest[0];
         for (int64_t j = 1; j < kFan; ++j) sum += w[j];
-        for (int64_t j = 1; j < kLanes; ++j) low = std::min(low, least[j]), high = std::max(high, largest[j]);
+        for (int j = 1; j < kLanes; ++j) low = std::min(low, least[j]), high = std::max(high, largest[j]);
         T* to = inner + at[level] + node;
         to[0] = sum, to[width] = low == kInfinity ? T(0) : low, to[2 * width] = high;
     }
@@ -114,63 +108,99 @@ int64_t update(Tree<T> tree, const int64_t* index, const T* priority, int64_t co
     std::vector<uint64_t> seen;
     for (int64_t level = 1; level <= tree.root; ++level) {
         count = parents_of(nodes.data(), count, tree.size[level], seen);
-        for (int64_t i = 0; i < count; ++i) tree.recompute(level, nodes[i]);
+        if (level == 1)
+            for (int64_t i = 0; i < count; ++i) tree.template recompute<true>(level, nodes[i]);
+        else
+            for (int64_t i = 0; i < count; ++i) tree.template recompute<false>(level, nodes[i]);
     }
     return -1;
 }
 
-// Moves `prefix` into the child it falls in. At or past the end it goes to the last child above zero, and stays past
-// the end below: rounding may put it there, or the caller. A child of zero adds nothing to the sum, so never stops it.
+// Moves prefixes, one per SIMD lane, into the children of the nodes that they fall in. At or past the end it is the last
+// child above zero, and past the end below: rounding may put it there, or the caller. A child of zero adds nothing to
+// the sum, so it never stops a search.
 template <class T>
-GRL_INLINE int64_t descend(const T* w, T& prefix) {
-    T sums[kFan + 1];
-    sums[0] = T(0);
-    int64_t child = 0;
-    for (int64_t j = 0; j < kFan; ++j) {
-        sums[j + 1] = sums[j] + w[j];
-        child += sums[j + 1] <= prefix;
+GRL_INLINE void descend(const T* const* nodes, T* left, int64_t* node) {
+    constexpr int W = Tree<T>::kLanes;
+    using V = typename Vec<T, W>::type;
+    using M = typename Vec<T, W>::mask;
+    V sum = {}, before = {}, prefix, x[W];
+    M passed = {};  // minus the number of children that end at or before the prefix
+    std::memcpy(&prefix, left, sizeof prefix);
+    for (int64_t first = 0; first < kFan; first += W) {
+        for (int i = 0; i < W; ++i) std::memcpy(&x[i], nodes[i] + first, sizeof(V));
+        transpose(x);
+        for (int i = 0; i < W; ++i) {
+            sum += x[i];
+            const M over = sum <= prefix;
+            const V ended = over ? sum : V{};
+            before = ended > before ? ended : before;
+            passed += over;
+        }
     }
-    if (child < kFan) {
-        prefix -= sums[child];
-        return child;
+    prefix -= before;
+    std::memcpy(left, &prefix, sizeof prefix);
+    for (int i = 0; i < W; ++i) {
+        int64_t child = -passed[i];
+        if (child == kFan) {
+            left[i] = Tree<T>::kInfinity;
+            for (child = kFan - 1; child > 0 && !(nodes[i][child] > T(0));) --child;
+        }
+        node[i] = node[i] * kFan + child;
     }
-    prefix = Tree<T>::kInfinity;
-    for (child = kFan - 1; child > 0 && !(w[child] > T(0));) --child;
-    return child;
+}
+
+template <class T>
+struct Search {
+    Tree<T> tree;
+    const T* prefix;
+    int64_t count, strata;
+    int64_t* index;
+    T* priority;
+};
+
+template <class T>
+void search_together(const Search<T>& p, int64_t first) {
+    constexpr int W = Tree<T>::kLanes;
+    const Tree<T>& tree = p.tree;
+    const int64_t n = std::min(kTogether, p.count - first);
+    T left[kTogether] = {}, spare[W][kFan];
+    int64_t node[kTogether] = {};
+    const T* nodes[W];
+    for (int64_t i = 0; i < n; ++i) {
+        T x = p.prefix[first + i];
+        if (p.strata) x = (x + T((first + i) % p.strata)) / T(p.strata) * tree.inner[0];
+        left[i] = std::max(T(0), x);
+    }
+    for (int64_t level = tree.root - 1; level > 0; --level) {
+        const T* w = tree.inner + tree.at[level];
+        const T* below = level == 1 ? tree.leaves : tree.inner + tree.at[level - 1];
+        for (int64_t i = 0; i < n; i += W) {
+            for (int j = 0; j < W; ++j) nodes[j] = w + node[i + j] * kFan;
+            descend<T>(nodes, left + i, node + i);
+            for (int j = 0; j < W; ++j) {
+                node[i + j] = std::min(node[i + j], tree.size[level] - 1);  // nor does a damaged `inner` lead outside
+                __builtin_prefetch(below + node[i + j] * kFan);
+            }
+        }
+    }
+    for (int64_t i = 0; i < n; i += W) {
+        for (int j = 0; j < W; ++j) nodes[j] = tree.node_of_leaves(node[i + j], spare[j]);
+        descend<T>(nodes, left + i, node + i);
+    }
+    for (int64_t i = 0; i < n; ++i) {
+        p.index[first + i] = std::min(node[i], tree.capacity - 1);
+        p.priority[first + i] = tree.leaves[p.index[first + i]];
+    }
 }
 
 // Returns -1, or -2 for a tree whose sum is zero, or the first position whose prefix is NaN.
 template <class T>
-int64_t search(const Tree<T>& tree, const T* prefix, int64_t strata, int64_t count, int64_t* index, T* priority) {
-    for (int64_t i = 0; i < count; ++i)
-        if (prefix[i] != prefix[i]) return i;
-    const T total = tree.inner[0];
-    if (count && !(total > T(0))) return -2;
-    T left[kTogether], spare[kFan];
-    int64_t node[kTogether];
-    for (int64_t first = 0; first < count; first += kTogether) {
-        const int64_t n = std::min(kTogether, count - first);
-        for (int64_t i = 0; i < n; ++i) {
-            T x = prefix[first + i];
-            if (strata) x = (x + T((first + i) % strata)) / T(strata) * total;
-            node[i] = 0, left[i] = std::max(T(0), x);
-        }
-        for (int64_t level = tree.root - 1; level > 0; --level) {
-            const T* w = tree.inner + tree.at[level];
-            const T* below = level == 1 ? tree.leaves : tree.inner + tree.at[level - 1];
-            for (int64_t i = 0; i < n; ++i) {
-                const int64_t child = node[i] * kFan + descend(w + node[i] * kFan, left[i]);
-                node[i] = std::min(child, tree.size[level] - 1);  // nor does a damaged `inner` lead outside
-                __builtin_prefetch(below + node[i] * kFan);
-            }
-        }
-        for (int64_t i = 0; i < n; ++i) {
-            const T* w = tree.node_of_leaves(node[i], spare);
-            const int64_t child = descend(w, left[i]);
-            index[first + i] = std::min(node[i] * kFan + child, tree.capacity - 1);
-            priority[first + i] = w[child];
-        }
-    }
+int64_t search(const Search<T>& p) {
+    for (int64_t i = 0; i < p.count; ++i)
+        if (p.prefix[i] != p.prefix[i]) return i;
+    if (p.count && !(p.tree.inner[0] > T(0))) return -2;
+    for (int64_t first = 0; first < p.count; first += kTogether) search_together(p, first);
     return -1;
 }
 
@@ -179,12 +209,12 @@ int64_t search(const Tree<T>& tree, const T* prefix, int64_t strata, int64_t cou
 
 #define GRL_SUM_TREE(SUFFIX, T)                                                                                        \
     GRL_EXPORT int64_t grl_sum_tree_update_##SUFFIX(T* leaves, T* inner, const int64_t* index, const T* priority,      \
-                                                    int64_t capacity, int64_t width, int64_t count) {                  \
-        return grl::update<T>({leaves, inner, capacity, width}, index, priority, count);                               \
+                                                    int64_t capacity, int64_t count) {                                 \
+        return grl::update<T>({leaves, inner, capacity}, index, priority, count);                                      \
     }                                                                                                                  \
     GRL_EXPORT int64_t grl_sum_tree_search_##SUFFIX(T* leaves, T* inner, const T* prefix, int64_t* index, T* priority, \
-                                                    int64_t capacity, int64_t width, int64_t count, int64_t strata) {  \
-        return grl::search<T>({leaves, inner, capacity, width}, prefix, strata, count, index, priority);               \
+                                                    int64_t capacity, int64_t count, int64_t strata) {                 \
+        return grl::search<T>({{leaves, inner, capacity}, prefix, count, strata, index, priority});                    \
     }
 
 GRL_SUM_TREE(f32, float)

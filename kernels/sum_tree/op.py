@@ -100,30 +100,34 @@ def _as_priority(priority: Tensor, leaves: Tensor, index: Tensor) -> Tensor:
     return priority
 
 
-def _extents(leaves: Tensor, inner: Tensor) -> tuple[int, int]:
-    """Capacity and width of what is laid out as one tree, or SpecError: the kernels read and write by them."""
-    if leaves.dtype not in _UPDATE or inner.dtype != leaves.dtype:
-        raise SpecError(
-            f"sum_tree: leaves are {leaves.dtype} and inner {inner.dtype}, expected float64 or float32 for both. Build "
-            "the tree with that dtype: sums in half precision would lose leaves"
-        )
-    capacity, shape = leaves.numel(), inner.shape
+def _capacity(leaves: Tensor, inner: Tensor) -> int:
+    """The number of leaves of what is laid out as one tree, or SpecError: the kernels read and write by that alone."""
+    capacity, dtype = leaves.numel(), leaves.dtype
     if (
-        not (leaves.is_contiguous() and inner.is_contiguous() and inner.device == leaves.device)
-        or capacity < 1
-        or leaves.dim() != 1
-        or shape != (3, level_offsets(capacity)[1])
+        capacity > 0
+        and leaves.dim() == 1
+        and inner.shape == (3, level_offsets(capacity)[1])
+        and inner.dtype == dtype
+        and dtype in _UPDATE
+        and leaves.is_contiguous()
+        and inner.is_contiguous()
+        and inner.is_cpu == leaves.is_cpu
     ):
-        found = f"leaves {list(leaves.shape)} and inner {list(shape)}"
-        raise SpecError(f"sum_tree: {found} are not one tree. Build it with SumTree, and keep both contiguous")
-    return capacity, shape[1]
+        return capacity
+    if dtype not in _UPDATE or inner.dtype != dtype:
+        raise SpecError(
+            f"sum_tree: leaves are {dtype} and inner {inner.dtype}, expected float64 or float32 for both. Build the "
+            "tree with that dtype: sums in half precision would lose leaves"
+        )
+    found = f"leaves {list(leaves.shape)} on {leaves.device} and inner {list(inner.shape)} on {inner.device}"
+    raise SpecError(f"sum_tree: {found} are not one tree. Build it with SumTree, and keep both contiguous")
 
 
 # --- CPU ---
 
 
 def _update_cpu(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) -> None:
-    capacity, width = _extents(leaves, inner)
+    capacity = _capacity(leaves, inner)
     index, priority = index.contiguous(), priority.contiguous()
     refused = _UPDATE[leaves.dtype](
         leaves.data_ptr(),
@@ -131,7 +135,6 @@ def _update_cpu(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) 
         index.data_ptr(),
         priority.data_ptr(),
         capacity,
-        width,
         index.numel(),
     )
     if refused >= 0:
@@ -143,7 +146,7 @@ def _update_cpu(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) 
 
 
 def _search_cpu(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int) -> tuple[Tensor, Tensor]:
-    capacity, width = _extents(leaves, inner)
+    capacity = _capacity(leaves, inner)
     prefix = prefix.contiguous()
     index, priority = torch.empty_like(prefix, dtype=torch.int64), torch.empty_like(prefix)
     refused = _SEARCH[leaves.dtype](
@@ -153,7 +156,6 @@ def _search_cpu(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int) -> t
         index.data_ptr(),
         priority.data_ptr(),
         capacity,
-        width,
         prefix.numel(),
         strata,
     )
@@ -182,13 +184,13 @@ def _triton() -> Any:
 
 
 def _update_cuda(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) -> None:
-    _extents(leaves, inner)
+    _capacity(leaves, inner)
     with torch.cuda.device_of(leaves):
         _triton().update(leaves, inner, index, priority)
 
 
 def _search_cuda(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int) -> tuple[Tensor, Tensor]:
-    _extents(leaves, inner)
+    _capacity(leaves, inner)
     with torch.cuda.device_of(leaves):
         found: tuple[Tensor, Tensor] = _triton().search(leaves, inner, prefix, strata)
         return found

@@ -57,7 +57,10 @@ class SumTree(nn.Module):
 
     def update(self, index: Any, priority: Any) -> None:
         """Write ``priority``, [*B] or one number, to the leaves ``index``, [*B]; the last write to a leaf stays."""
-        sum_tree_update(self.leaves, self.inner, self._tensor(index), self._tensor(priority, self.leaves.dtype))
+        leaves = self.leaves
+        sum_tree_update(
+            leaves, self.inner, _tensor(index, leaves.device), _tensor(priority, leaves.device, leaves.dtype)
+        )
 
     def __getitem__(self, index: Any) -> Tensor:
         """A copy of the priorities at ``index``: an integer, slice or tensor, as torch reads them."""
@@ -86,7 +89,8 @@ class SumTree(nn.Module):
 
         Never one of priority 0: outside [0, total) the nearest leaf above zero counts.
         """
-        return sum_tree_search(self.leaves, self.inner, self._tensor(prefix, self.leaves.dtype))
+        leaves = self.leaves
+        return sum_tree_search(leaves, self.inner, _tensor(prefix, leaves.device, leaves.dtype))
 
     def sample(
         self, n: int, *, generator: torch.Generator | None = None, stratified: bool = False
@@ -99,5 +103,6 @@ class SumTree(nn.Module):
         uniform = torch.rand(n, dtype=leaves.dtype, device=leaves.device, generator=generator)
         return sum_tree_search(leaves, self.inner, uniform, n if stratified else 1)
 
-    def _tensor(self, x: Any, dtype: torch.dtype | None = None) -> Tensor:
-        return x if isinstance(x, Tensor) else torch.as_tensor(x, dtype=dtype, device=self.leaves.device)
+
+def _tensor(x: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.as_tensor(x, dtype=dtype, device=device)

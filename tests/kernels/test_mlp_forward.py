@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphrl.errors import SpecError
 from graphrl.kernels import mlp_forward
@@ -38,11 +39,41 @@ def test_the_operator_is_registered_well_and_has_no_gradient():
         mlp_forward(*arguments).sum().backward()
 
 
+@pytest.mark.parametrize("mapped", ["x", "weights", "both", "weights beside no bias"])
+def test_vmap_equals_a_loop(mapped):
+    nets = [layers((4, 8, 2), torch.float64, biased=mapped != "weights beside no bias") for _ in range(3)]
+    weights, biases = [torch.stack([n[0][i] * (k + 1) for k, n in enumerate(nets)]) for i in range(2)], nets[0][1]
+    inputs = torch.randn(3, 5, 4, dtype=torch.float64)
+    dims = 0 if mapped in ("x", "both") else None, [None if mapped == "x" else 0] * 2
+
+    def run(x, weights, biases):
+        return mlp_forward(x, weights, biases, ["tanh", "identity"])
+
+    x = inputs if dims[0] == 0 else inputs[0]
+    w = [weight[1] for weight in weights] if mapped == "x" else weights
+    found = torch.vmap(run, (*dims, None))(x, w, biases)
+    for i in range(3):
+        chosen = w if mapped == "x" else [weight[i] for weight in w]
+        torch.testing.assert_close(found[i], run(inputs[i] if dims[0] == 0 else x, chosen, biases))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_trace_sees_one_node(mode):
+    weights, biases = layers((4, 8, 2))
+    run = lambda x: mlp_forward(x, weights, biases, ["tanh", "identity"])  # noqa: E731
+    program = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)(torch.randn(3, 4))
+    calls = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert calls == ["graphrl.mlp_forward.default"]
+    x = torch.randn(3 if mode != "symbolic" else 7, 4)
+    assert torch.equal(program(x), run(x))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda x, w, b, a: (x, w, b, a[:1]), "2 weights, 2 biases, 1 activations"),
         (lambda x, w, b, a: (x, [], [], []), "a layer at least"),
+        (lambda x, w, b, a: (x.long(), w, b, a), r"x is torch.int64 on cpu, expected float32.*x.float\(\)"),
         (lambda x, w, b, a: (x, w, b, ["tan", "identity"]), "no activation 'tan'; there are identity, tanh"),
         (lambda x, w, b, a: (x, [w[0].double(), w[1]], b, a), "weight 0 is torch.float64 on cpu, x torch.float32"),
         (lambda x, w, b, a: (x[:, 1:], w, b, a), r"layer 0 gets 3 numbers, but has weight \[8, 4\]"),

@@ -23,6 +23,8 @@ SHAPES = [  # leading shape of x, sizes of the layers
     ((2, 9), (1, 65, 15, 130, 1)),
     ((16,), (512, 512)),
     ((0,), (4, 8, 2)),
+    ((3,), (0, 5, 2)),
+    ((4100,), (3, 1)),  # the larger block of rows
 ]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
