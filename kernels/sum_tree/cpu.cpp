@@ -28,7 +28,7 @@ struct Tree {
     T* leaves;
     T* inner;  // [3, width]: sums, smallest above zero (or 0), largest
     int64_t capacity, width = 0;
-    int64_t root = 0;                               // level of the root; the leaves are level 0
+    int64_t root = 0;                              // level of the root; the leaves are level 0
     int64_t size[kLevels] = {}, at[kLevels] = {};  // of each level: nodes, and where they begin in `inner`
 
     Tree(T* leaves, T* inner, int64_t capacity) : leaves(leaves), inner(inner), capacity(capacity) {
@@ -179,7 +179,7 @@ void search_together(const Search<T>& p, int64_t first) {
             for (int j = 0; j < W; ++j) nodes[j] = w + node[i + j] * kFan;
             descend<T>(nodes, left + i, node + i);
             for (int j = 0; j < W; ++j) {
-                node[i + j] = std::min(node[i + j], tree.size[level] - 1);  // nor does a damaged `inner` lead outside
+                node[i + j] = std::min(node[i + j], tree.size[level] - 1);  // however damaged `inner` may be
                 __builtin_prefetch(below + node[i + j] * kFan);
             }
         }

@@ -19,7 +19,8 @@ FANOUT = 8  # equal to kFan in cpu.cpp
 @cache
 def level_offsets(capacity: int) -> tuple[tuple[int, ...], int]:
     """Where each level begins in ``inner``, from the one above the leaves to the root, and the width of ``inner``."""
-    sizes, size = [], capacity
+    sizes: list[int] = []
+    size = capacity
     while not sizes or size > 1:
         size = -(-size // FANOUT)
         sizes.append(size)
