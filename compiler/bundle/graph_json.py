@@ -45,7 +45,8 @@ def program_from_json(data: Mapping[str, Any], state: Mapping[str, Tensor]) -> P
     graph = fx.Graph()
     values: dict[str, fx.Node] = {name: graph.placeholder(name) for name in data["placeholders"]}
     for entry in data["nodes"]:
-        args, kwargs = _decode(entry["args"], values), _decode(entry["kwargs"], values)
+        args = _decode(entry["args"], values)
+        kwargs = {name: _decode(value, values) for name, value in entry["kwargs"].items()}  # one may be called "dtype"
         if entry["op"] == "output":
             graph.output(*args)
         else:

@@ -605,9 +605,11 @@ def read_safetensors(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]
     if len(data) < 8 or size > len(data) - 8:
         raise ValueError(f"weights: a header of {size} bytes in a file of {len(data)}")
     header = json.loads(data[8 : 8 + size].decode())
-    if not isinstance(header, dict):
-        raise ValueError("weights: the header is not a JSON object")
-    metadata, body, tensors, end = header.pop("__metadata__", {}), data[8 + size :], {}, 0
+    metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else {}
+    wanted = {"dtype", "shape", "data_offsets"}
+    if not isinstance(header, dict) or not all(isinstance(e, dict) and wanted <= set(e) for e in header.values()):
+        raise ValueError("weights: the header is not a JSON object of tensors with dtype, shape and data_offsets")
+    body, tensors, end = data[8 + size :], {}, 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         shape, (start, stop) = entry["shape"], entry["data_offsets"]
         if entry["dtype"] not in kinds:
@@ -700,14 +702,15 @@ class _Graph:
     def _add(self, node: Mapping[str, Any], varying: set[int]) -> None:
         """Plan one node, and try it on zeros: a shape or dtype that is not the graph's is found now."""
         reads: set[int] = set()
-        args, kwargs = self._decode(node["args"], reads), self._decode(node["kwargs"], reads)
+        args = self._decode(node["args"], reads)
+        kwargs = {name: self._decode(value, reads) for name, value in node["kwargs"].items()}  # one is called "dtype"
         if node["op"] == "output":
             self._returned = args[0]
             return
         place, function = _Slot(len(self._values)), OPERATIONS[node["op"]]
         self._slots[node["name"]] = place
         try:
-            value = function(*_filled_in(args, self._values), **_filled_in(kwargs, self._values))
+            value = function(*_filled_in(args, self._values), **kwargs)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{node['op']} at node {node['name']!r} cannot run here: {error}") from error
         if not isinstance(value, (tuple, list)):
@@ -729,9 +732,7 @@ class _Graph:
             return self._slots[value["node"]]
         if set(value) == {"dtype"}:
             return np.dtype(value["dtype"])
-        if set(value) in ({"device"}, {"torch"}):
-            return None
-        return {k: self._decode(v, reads) for k, v in value.items()}
+        return None  # a device, a layout, a memory format
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The outputs for inputs in the graph's order."""
@@ -749,7 +750,7 @@ def _filled_in(value: Any, values: Sequence[Any]) -> Any:
         return values[value]
     if type(value) is list:
         return [values[v] if type(v) is _Slot else _filled_in(v, values) if type(v) is list else v for v in value]
-    return {k: _filled_in(v, values) for k, v in value.items()} if type(value) is dict else value
+    return value
 
 
 class Policy:
@@ -810,6 +811,10 @@ class Policy:
         self._state = {key: result[following] for key, following in self._carry.items()}
         return {key: _row(value) for key, value in result.items() if key not in self._carry.values()}
 
+    def run_row(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The program itself: every input in the manifest's order, recurrent values among them, to every output."""
+        return self._graph.run(inputs)
+
     def selftest(self) -> float:
         """Replay the golden vectors; the largest error, relative to each output's usual size. Resets the policy.
 
@@ -822,7 +827,7 @@ class Policy:
             raise ValueError(f"{self.folder / 'golden.npz'} belongs to another contract")
         worst = 0.0
         for row in range(len(golden["kind"])):
-            found = self._graph.run([golden[f"in/{p['key']}"][row] for p in self._graph.inputs])
+            found = self.run_row([golden[f"in/{p['key']}"][row] for p in self._graph.inputs])
             for port, value in zip(self._graph.outputs, found):
                 worst = max(
                     worst, self._error(golden, f"row {row}", port["key"], value, golden[f"out/{port['key']}"][row])

@@ -28,19 +28,21 @@ IMAGE, INDEX = normal(1, 4, 9, 8), torch.tensor([[0, 4], [2, 2], [1, 3]])
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
 
 UNARY = {
-    "tanh sigmoid silu relu exp expm1 exp2 sin cos tan atan sinh cosh asinh erf erfc abs neg sign floor ceil trunc round "
-    "reciprocal isnan isinf isfinite signbit": [(X,), (ONE,), (ODD,)],
+    "tanh sigmoid silu relu exp expm1 exp2 sin cos tan atan sinh cosh asinh erf erfc abs neg sign floor ceil trunc "
+    "round reciprocal isnan isinf isfinite signbit": [(X,), (ONE,), (ODD,)],
     "log log2 log10 log1p sqrt rsqrt": [(P,), (ODD,)], "acosh": [(P + 1,)], "asin acos atanh": [(X.tanh(),)],
     "exp sqrt tanh abs neg sign floor ceil round logical_not bitwise_not": [(INT.abs(),)],
     "logical_not bitwise_not sign": [(FLAG,)], "t": [(X,), (ROW,)], "squeeze": [(X[None, :1],), (ONE,)],
-    "alias detach clone lift_fresh_copy": [(X,)], "sum mean prod": [(X,), (ONE,)], "sum prod any all": [(FLAG,), (INT,)],
+    "alias detach clone lift_fresh_copy": [(X,)], "sum mean prod": [(X,), (ONE,)],
+    "sum prod any all": [(FLAG,), (INT,)],
     "max min argmax argmin amax amin": [(X,), (ONE,), (TIES[0],)], "any all": [(X,)], "gelu": [(X,)],
     "zeros_like ones_like": [(X,), (INT,)],
 }  # fmt: skip
 BINARY = {
     "add sub mul div maximum minimum gt lt ge le eq ne fmod remainder atan2 hypot copysign":
         [(X, Y), (X, ROW), (X, ONE), (X, WIDE), (X.double(), X)],
-    "add sub mul gt lt ge le eq ne maximum minimum": [(INT, INT[0]), (X, INT)], "fmod remainder": [(INT, INT.abs() + 2)],
+    "add sub mul gt lt ge le eq ne maximum minimum": [(INT, INT[0]), (X, INT)],
+    "fmod remainder": [(INT, INT.abs() + 2)],
     "mul maximum eq": [(FLAG, ~FLAG)], "add": [(FLAG, FLAG)], "div atan2": [(INT, INT.abs() + 1)],
     "logical_and logical_or logical_xor": [(FLAG, X > Y), (X, FLAG)],
     "bitwise_and bitwise_or bitwise_xor": [(FLAG, X > Y), (INT, INT[0])], "mm": [(X, SQUARE)], "matmul": [(A, B)],
@@ -56,7 +58,8 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     *[("pow.Tensor_Scalar", (P, e), {}) for e in (2, 3, 0.5, -1, 1.7)], ("pow.Tensor_Scalar", (INT, 2), {}),
     ("pow.Scalar", (1.3, X), {}), ("pow.Tensor_Tensor", (P, Y), {}), ("copysign.Scalar", (X, -1), {}),
     ("bitwise_and.Scalar", (INT, 3), {}), ("bitwise_or.Scalar", (INT, 3), {}), ("bitwise_xor.Scalar", (INT, 3), {}),
-    ("__lshift__.Scalar", (INT, 2), {}), ("__rshift__.Scalar", (INT, 1), {}), ("__lshift__.Tensor", (INT, INT.abs()), {}),
+    ("__lshift__.Scalar", (INT, 2), {}), ("__rshift__.Scalar", (INT, 1), {}),
+    ("__lshift__.Tensor", (INT, INT.abs()), {}),
     ("__rshift__.Tensor", (INT, INT.abs()), {}), ("remainder.Scalar_Tensor", (7, INT.abs() + 1), {}),
     ("clamp.default", (X, -0.5, 0.7), {}), ("clamp.default", (X, None, 0.7), {}), ("clamp.default", (ODD, -1, 1), {}),
     ("clamp.default", (INT, -2, 3), {}), ("clamp.Tensor", (X, Y - 1, Y + 1), {}), ("clamp_min.default", (X, 0.2), {}),
@@ -66,12 +69,14 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("softplus.default", (X * 20,), {}), ("softplus.default", (X, 2.0, 3.0), {}),
     ("gelu.default", (X,), {"approximate": "tanh"}), ("round.decimals", (X,), {"decimals": 2}),
     ("where.self", (FLAG, X, Y), {}), ("where.self", (FLAG, X, ONE), {}), ("where.self", (FLAG, INT, X), {}),
-    ("where.ScalarSelf", (FLAG, 1.0, X), {}), ("where.ScalarOther", (FLAG, X, 2), {}), ("where.Scalar", (FLAG, 1, 0.5), {}),
+    ("where.ScalarSelf", (FLAG, 1.0, X), {}), ("where.ScalarOther", (FLAG, X, 2), {}),
+    ("where.Scalar", (FLAG, 1, 0.5), {}),
     ("_softmax.default", (X, -1, False), {}), ("_softmax.default", (X * 50, 0, False), {}),
     ("_log_softmax.default", (X, 1, False), {}), ("_softmax.default", (ONE, 0, False), {}),
     ("_log_softmax.default", (ONE, 0, False), {}),
     # shapes
-    ("view.default", (X, [5, -1]), {}), ("reshape.default", (X, [15]), {}), ("_unsafe_view.default", (X, [1, 3, 5]), {}),
+    ("view.default", (X, [5, -1]), {}), ("reshape.default", (X, [15]), {}),
+    ("_unsafe_view.default", (X, [1, 3, 5]), {}),
     ("permute.default", (A, [2, 0, 1]), {}), ("transpose.int", (A, 0, -1), {}), ("unsqueeze.default", (X, -1), {}),
     ("squeeze.dim", (X[:1], 0), {}), ("squeeze.dim", (X, 0), {}), ("squeeze.dims", (X[:1, None], [0, 1]), {}),
     ("expand.default", (X[:1], [2, 4, -1]), {}), ("cat.default", ([X, Y], -1), {}), ("cat.default", ([X, INT],), {}),
@@ -99,18 +104,22 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("full.default", ([], 1), {"dtype": f32, "device": torch.device("cpu"), "pin_memory": False}),
     ("full_like.default", (X, 3), {}), ("full_like.default", (X, 3), {"dtype": i64}), ("zeros.default", ([2, 3],), {}),
     ("ones.default", ([2, 3],), {"dtype": i64}), ("new_zeros.default", (INT, [2, 2]), {}),
-    ("new_ones.default", (X, [2, 2]), {}), ("new_full.default", (X, [2, 2], 4), {}), ("scalar_tensor.default", (2,), {}),
+    ("new_ones.default", (X, [2, 2]), {}), ("new_full.default", (X, [2, 2], 4), {}),
+    ("scalar_tensor.default", (2,), {}),
     ("scalar_tensor.default", (2.5,), {"dtype": f64}), ("arange.default", (5,), {}), ("arange.start", (1, 5), {}),
     ("arange.start_step", (0, 6, 2), {"dtype": f32}), ("arange.start_step", (0.0, 1.0, 0.25), {}),
     # reductions
     *[(f"{n}.{o}", (X, d, k), {}) for n, o, d in (("sum", "dim_IntList", [1]), ("mean", "dim", [0, -1]),
-      ("amax", "default", [1]), ("amin", "default", [0]), ("any", "dims", [0, 1]), ("all", "dims", [1]), ("max", "dim", 1),
+      ("amax", "default", [1]), ("amin", "default", [0]), ("any", "dims", [0, 1]), ("all", "dims", [1]),
+    ("max", "dim", 1),
       ("min", "dim", 0), ("argmax", "default", 1), ("argmin", "default", 0), ("prod", "dim_int", 1), ("any", "dim", 0),
       ("all", "dim", 1)) for k in (False, True)],
-    ("sum.dim_IntList", (INT, [0]), {}), ("sum.dim_IntList", (X, None), {"dtype": f64}), ("sum.dim_IntList", (X, []), {}),
+    ("sum.dim_IntList", (INT, [0]), {}), ("sum.dim_IntList", (X, None), {"dtype": f64}),
+    ("sum.dim_IntList", (X, []), {}),
     ("prod.dim_int", (FLAG, 0), {}), ("max.dim", (TIES, 1), {}), ("argmax.default", (TIES, -1, True), {}),
     ("var.correction", (X, [1]), {"correction": 0}), ("var.correction", (X, None), {}),
-    ("var.correction", (X, [0]), {"keepdim": True}), ("var_mean.correction", (X, [1]), {"correction": 1, "keepdim": True}),
+    ("var.correction", (X, [0]), {"keepdim": True}),
+    ("var_mean.correction", (X, [1]), {"correction": 1, "keepdim": True}),
     *[("linalg_vector_norm.default", (X, n, [1], True), {}) for n in (2, 1, 3.0, float("inf"), -float("inf"), 0)],
     ("linalg_vector_norm.default", (X,), {}), ("cumsum.default", (X, 1), {}), ("cumsum.default", (FLAG, 0), {}),
     ("cumprod.default", (X, 0), {}), ("sort.default", (X, 0, True), {}), ("sort.default", (X,), {}),
@@ -119,7 +128,8 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     # layers
     ("addmm.default", (ROW, X, SQUARE), {}), ("addmm.default", (X, X, SQUARE), {"beta": 0.5, "alpha": 2}),
     ("addmv.default", (Y[:, 0], X, ROW), {}), ("baddbmm.default", (normal(2, 3, 5), A, B), {}),
-    ("native_layer_norm.default", (X, [5], ROW, ROW, 1e-5), {}), ("native_layer_norm.default", (A, [3, 4], None, None, 0.1), {}),
+    ("native_layer_norm.default", (X, [5], ROW, ROW, 1e-5), {}),
+    ("native_layer_norm.default", (A, [3, 4], None, None, 0.1), {}),
     ("native_group_norm.default", (IMAGE, ROW[:4], ROW[1:], 1, 4, 72, 2, 1e-5), {}),
     ("_native_batch_norm_legit_no_training.default", (IMAGE, ROW[:4], ROW[1:], ROW[:4], P[0, :4], 0.1, 1e-5), {}),
     ("_native_batch_norm_legit.no_stats", (IMAGE, None, None, True, 0.1, 1e-5), {}),
@@ -135,7 +145,8 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("avg_pool2d.default", (IMAGE, [3, 3], [2, 2], [1, 1], True), {}),
     ("avg_pool2d.default", (IMAGE, [3, 3], [2, 2], [1, 1], True, False), {}),
     ("avg_pool2d.default", (IMAGE, [2, 2], [], [0, 0], False, True, 3), {}),
-    ("avg_pool3d.default", (normal(1, 2, 4, 5, 6), [2, 2, 2]), {}), ("_adaptive_avg_pool2d.default", (IMAGE, [4, 3]), {}),
+    ("avg_pool3d.default", (normal(1, 2, 4, 5, 6), [2, 2, 2]), {}),
+    ("_adaptive_avg_pool2d.default", (IMAGE, [4, 3]), {}),
     ("_adaptive_avg_pool3d.default", (normal(1, 2, 4, 5, 6), [3, 1, 2]), {}),
 ]  # fmt: skip
 
@@ -168,9 +179,7 @@ def test_an_operation_computes_as_torch_does(name: str, args: Any, kwargs: Any) 
     base, overload = name.rsplit(".", 1)
     wanted = getattr(getattr(torch.ops.aten, base), overload)(*args, **kwargs)
     with np.errstate(all="ignore"):
-        found = OPERATIONS[f"aten.{name}"](
-            *(as_numpy(a) for a in args), **{k: as_numpy(v) for k, v in kwargs.items()}
-        )
+        found = OPERATIONS[f"aten.{name}"](*(as_numpy(a) for a in args), **{k: as_numpy(v) for k, v in kwargs.items()})
     several = isinstance(wanted, (tuple, list))
     pairs = list(zip(found, wanted, strict=False)) if several else [(found, wanted)]
     assert pairs and (not several or len(found) == len(wanted) or "pool" in name or "batch_norm" in name)
