@@ -68,7 +68,7 @@ def _observations(manifest: Mapping[str, Any]) -> list[str]:
         parts.append(_table(("", ""), [(f.replace("_", " "), term.get(f)) for f in fields]))
         size, norm = math.prod(port["shape"]), term.get("normalizer") or {}
         columns = [term.get("low"), term.get("high"), norm.get("mean"), norm.get("std")]
-        parts.append(f"Normalised {_where(norm.get('where'))}" + _epsilon(norm))
+        parts.append(f"Normalised: {_where(norm.get('where'))}" + _epsilon(norm))
         if term.get("names") or any(columns):
             names = entry_names(contract, port["key"], size)
             parts.append(_entries(("name", "low", "high", "mean", "std"), names, columns))
@@ -78,7 +78,7 @@ def _observations(manifest: Mapping[str, Any]) -> list[str]:
 def _where(where: str | None) -> str:
     told = {"inside": "inside the program: give raw values.", "none": "nowhere: the network reads raw values.",
             "outside": "by the caller, before the call: (x - mean) / std."}  # fmt: skip
-    return told.get(where or "", "as not stated.")
+    return told.get(where or "", "not stated.")
 
 
 def _epsilon(norm: Mapping[str, Any]) -> str:
@@ -161,7 +161,8 @@ def _calls(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def _shape(port: Mapping[str, Any]) -> str:
-    return str(list(port["shape"]))
+    shape = list(port["shape"])
+    return str(shape[1:] if shape[:1] == [1] and len(shape) > 1 else shape)  # of one row, as every runtime takes it
 
 
 def _said(value: Any) -> str:

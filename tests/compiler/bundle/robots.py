@@ -7,10 +7,10 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
-from graphrl.compiler.bundle import Contract, RecurrentState
+from graphrl.compiler.bundle import Contract, ObservationTerm, RecurrentState
 from graphrl.graph import KeyedGraph
 
-__all__ = ["POLICIES", "Made"]
+__all__ = ["CONTRACT", "POLICIES", "START", "Made", "gru"]
 
 Made = tuple[KeyedGraph, TensorDict, Contract]
 
@@ -130,3 +130,20 @@ POLICIES = {
     "digit": digit,
 }  # fmt: skip
 """One function a policy: the graph, a batch of observations, what the contract says of its state."""
+
+
+def gru(seed: int = 0) -> KeyedGraph:
+    """A small recurrent policy, the same at every call."""
+    torch.manual_seed(seed)
+    return KeyedGraph(
+        (nn.GRUCell(3, 8), ["observation", "h"], [("next", "h")]), (nn.Linear(8, 2), [("next", "h")], ["action"])
+    )
+
+
+CONTRACT = Contract(
+    rate_hz=50,
+    observations=(ObservationTerm("observation", names=("hip", "knee", "speed"), low=(-5.0,) * 3, high=(5.0,) * 3),),
+    recurrent=(RecurrentState("h", ("next", "h"), 0.25),),
+)
+"""Of :func:`gru`: names, ranges, and a state that starts at a quarter."""
+START = TensorDict(observation=torch.zeros(1, 3), h=torch.zeros(1, 8), batch_size=[1])

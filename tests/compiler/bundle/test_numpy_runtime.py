@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from robots import POLICIES
+from robots import CONTRACT, POLICIES, START, gru
 from safetensors.torch import save
 from tensordict import TensorDict
-from torch import nn
 
-from graphrl.compiler.bundle import Bundle, Contract, ObservationTerm, RecurrentState, export, runtime, verify
+from graphrl.compiler.bundle import Bundle, Contract, export, runtime, verify
 from graphrl.compiler.bundle.files import dump_json, hash_files, sha256
 from graphrl.compiler.bundle.graph_json import program_to_json
 from graphrl.compiler.bundle.runtime import Policy, read_safetensors
@@ -48,21 +47,6 @@ def test_every_robot_s_policy_runs(name: str) -> None:
     for mine, theirs in zip(found, float64_reference(program, inputs), strict=True):
         assert mine.dtype == np.float32 and mine.shape == theirs.shape
         assert np.abs(mine - theirs.numpy()).max() <= 2e-6 * max(1.0, float(theirs.abs().max()))
-
-
-def gru(seed: int = 0) -> KeyedGraph:
-    torch.manual_seed(seed)
-    return KeyedGraph(
-        (nn.GRUCell(3, 8), ["observation", "h"], [("next", "h")]), (nn.Linear(8, 2), [("next", "h")], ["action"])
-    )
-
-
-CONTRACT = Contract(
-    rate_hz=50,
-    observations=(ObservationTerm("observation", names=("hip", "knee", "speed"), low=(-5.0,) * 3, high=(5.0,) * 3),),
-    recurrent=(RecurrentState("h", ("next", "h"), 0.25),),
-)
-START = TensorDict(observation=torch.zeros(1, 3), h=torch.zeros(1, 8), batch_size=[1])
 
 
 @pytest.fixture(scope="module")
