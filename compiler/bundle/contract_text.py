@@ -14,7 +14,7 @@ def contract_text(manifest: Mapping[str, Any]) -> str:
     contract = manifest["contract"]
     parts = [
         "# Contract of this policy",
-        f"Contract hash `{manifest['contract_hash']}`. It stands in every file of the bundle.",
+        f"Contract hash `{manifest['contract_hash']}`. It stands in every file that carries data.",
         _general(contract),
         "## Observation",
         *_observations(manifest),

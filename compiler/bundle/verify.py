@@ -93,9 +93,12 @@ def _safetensors_metadata(file: Path) -> dict[str, str]:
 
 def _package_metadata(file: Path) -> dict[str, str]:
     """What AOTInductor wrote beside the library; read without torch."""
-    with zipfile.ZipFile(file) as archive:
-        name = next(n for n in archive.namelist() if n.endswith("wrapper_metadata.json"))
-        return json.loads(archive.read(name))  # type: ignore[no-any-return]
+    try:
+        with zipfile.ZipFile(file) as archive:
+            name = next(n for n in archive.namelist() if n.endswith("wrapper_metadata.json"))
+            return json.loads(archive.read(name))  # type: ignore[no-any-return]
+    except (zipfile.BadZipFile, StopIteration) as error:
+        raise BundleError(f"{file} is damaged: {error or 'it has no metadata'}") from error
 
 
 def _isolated(bundle: Bundle) -> float:
