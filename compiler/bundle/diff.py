@@ -30,7 +30,7 @@ def diff(ours: Bundle, theirs: Bundle) -> list[Difference]:
     A graph is told by its first node that differs, a weight by its largest difference, an array of numbers by entry.
     ``model.pt2`` is not compared: torch numbers each package anew.
     """
-    found = []
+    found: list[Difference] = []
     for part in ("contract", "inputs", "outputs", "targets", "tolerance", "tools"):
         found += _values(part, ours.manifest[part], theirs.manifest[part])
     found += _graphs(ours, theirs)

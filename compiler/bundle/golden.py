@@ -83,9 +83,10 @@ def make_golden(
 
     With ``recurrent`` values, also two episodes on end over those rows. Random rows have the mean and spread of the
     examples where there are several, and a spread of 1 and 3 otherwise; a recurrent value is the policy's own work, and
-    stays within -1 and 1 in both random and extreme rows.
-    Inputs that are not floats take the examples' values. No row whose reference is not finite is kept, and no extreme
-    row on which float32 itself has lost the answer; raises :class:`BundleError` when none is left.
+    stays within -1 and 1 in both random and extreme rows. Inputs that are not floats take the examples' values;
+    ``is_init`` is true in some random rows, and in the sequence where an episode starts. No row whose reference is not
+    finite is kept, and no extreme row on which float32 itself has lost the answer; raises :class:`BundleError` when
+    none is left.
     """
     examples = [tuple(row) for row in examples[:EXAMPLE_ROWS]]
     generator = torch.Generator().manual_seed(20240229)
@@ -96,6 +97,8 @@ def make_golden(
         spread = 1.0 if n % 2 == 0 else 3.0
         like = examples[n % len(examples)]
         made = [_random(s, like[i], spread, generator, carried[i]) for i, s in enumerate(stacked)]
+        made = [torch.full_like(t, n % 4 == 0) if _is_start(p.key) else t
+                for t, p in zip(made, program.inputs, strict=True)]  # fmt: skip
         rows.append(("random", tuple(made)))
     for value in EXTREMES:
         limits = [1.0 if c else float("inf") for c in carried]
@@ -136,6 +139,7 @@ def _rollout(program: Program, rows: Sequence[tuple[Tensor, ...]], recurrent: Se
     for t in range(EPISODES * STEPS):
         given = dict(zip(program.in_keys, rows[t % len(rows)], strict=True))
         resets.append(t % STEPS == 0)
+        given = {key: torch.full_like(v, resets[-1]) if _is_start(key) else v for key, v in given.items()}
         if resets[-1]:
             state = {key: torch.full_like(given[key], s.initial) for key, s in carried.items()}
         found = float64_reference(program, [state.get(key, value) for key, value in given.items()])
@@ -144,6 +148,11 @@ def _rollout(program: Program, rows: Sequence[tuple[Tensor, ...]], recurrent: Se
         inputs.append({key: value for key, value in given.items() if key not in carried})
         outputs.append({key: value for key, value in named.items() if key not in written})
     return Rollout(tuple(resets), tuple(inputs), tuple(outputs))
+
+
+def _is_start(key: Key) -> bool:
+    """Whether an input is the mark of an episode's first step, by the name that recurrent nodes read."""
+    return (key if isinstance(key, str) else key[-1]) == "is_init"
 
 
 def _random(stacked: Tensor, like: Tensor, spread: float, generator: torch.Generator, carried: bool) -> Tensor:

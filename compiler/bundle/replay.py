@@ -80,12 +80,12 @@ def replay(bundle: Bundle, log: str | Path, tolerance: float | None = None) -> R
             raise BundleError(f"{log}, step {step}: {error}") from error
         result.update({following: policy.state[key] for following, key in written.items()})
         for key, values in recorded.items():
-            error, entry = _compare(values[step], result[key], manifest["reports"]["parity"]["scale"][key])
-            if not error <= tolerance:
+            by, entry = _compare(values[step], result[key], manifest["reports"]["parity"]["scale"][key])
+            if not by <= tolerance:
                 a, b = (np.asarray(v).reshape(-1)[entry].item() for v in (values[step], result[key]))
                 name = entry_names(manifest["contract"], key, result[key].size)[entry]
-                return Replay(step, largest, Divergence(step, key, name, a, b, error, _notes(manifest, observation)))
-            largest = max(largest, error)
+                return Replay(step, largest, Divergence(step, key, name, a, b, by, _notes(manifest, observation)))
+            largest = max(largest, by)
     return Replay(len(data["reset"]), largest, None)
 
 

@@ -55,11 +55,11 @@ def _common(*values: Any) -> np.dtype:
             dtype = np.dtype(bool) if isinstance(value, bool) else I64 if isinstance(value, int) else F32
         found[level] = dtype if found[level] is None else _promote(found[level], dtype)
     rank = {"b": 0, "u": 1, "i": 1, "f": 2}
-    result = None
+    result: Any = None
     for dtype in found:
         if dtype is not None and (result is None or rank[dtype.kind] > rank[result.kind]):
             result = dtype
-    return result
+    return result  # type: ignore[no-any-return]
 
 
 def _float(x: Any) -> Any:
@@ -231,12 +231,16 @@ def _unfold(self: Any, dimension: int, size: int, step: int) -> Any:
     return _slice(sliding_window_view(self, size, dimension), dimension, None, None, step)
 
 
+def _places(indices: Sequence[Any]) -> Any:
+    return tuple(slice(None) if i is None else i for i in indices)
+
+
 def _index(self: Any, indices: Sequence[Any]) -> Any:
-    return self[tuple(slice(None) if i is None else i for i in indices)]
+    return self[_places(indices)]
 
 
 def _index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    result, where = self.copy(), tuple(slice(None) if i is None else i for i in indices)
+    result, where = self.copy(), _places(indices)
     if accumulate:
         np.add.at(result, where, values)
     else:
@@ -429,7 +433,7 @@ def _addmm(self: Any, mat1: Any, mat2: Any, beta: float = 1, alpha: float = 1) -
 def _windows(x: Any, sizes: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Any:
     """[N, C, *in] -> [N, C, *out, *sizes]."""
     rank = len(sizes)
-    view = sliding_window_view(x, [d * (k - 1) + 1 for d, k in zip(dilation, sizes)], tuple(range(-rank, 0)))
+    view: Any = sliding_window_view(x, [d * (k - 1) + 1 for d, k in zip(dilation, sizes)], tuple(range(-rank, 0)))
     return view[(..., *(slice(None, None, s) for s in stride), *(slice(None, None, d) for d in dilation))]
 
 
@@ -447,7 +451,8 @@ def _convolution(
     pairs = [(p, p) for p in padding]
     if transposed:  # the same as a convolution of the input spread out, by the kernel turned round
         x = np.zeros([*x.shape[:2], *((n - 1) * s + 1 for n, s in zip(x.shape[2:], stride))], x.dtype)
-        x[(..., *(slice(None, None, s) for s in stride))] = input
+        places: Any = (..., *(slice(None, None, s) for s in stride))
+        x[places] = input
         reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:])]
         pairs = [(r - p, r - p + e) for r, p, e in zip(reach, padding, extra)]
         parts = weight.reshape(groups, -1, *weight.shape[1:]).swapaxes(1, 2)
@@ -521,13 +526,13 @@ def _table(lines: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., A
     return made
 
 
-_UNARY = {name: _unary(getattr(np, function)) for name, function in {
+_UNARY: dict[str, Callable[..., Any]] = {name: _unary(getattr(np, function)) for name, function in {
     "tanh": "tanh", "exp": "exp", "exp2": "exp2", "expm1": "expm1", "log": "log", "log2": "log2", "log10": "log10",
     "log1p": "log1p", "sqrt": "sqrt", "sin": "sin", "cos": "cos", "tan": "tan", "asin": "arcsin", "acos": "arccos",
     "atan": "arctan", "sinh": "sinh", "cosh": "cosh", "asinh": "arcsinh", "acosh": "arccosh", "atanh": "arctanh",
     "isnan": "isnan", "isinf": "isinf", "isfinite": "isfinite",
 }.items()}  # fmt: skip
-_BINARY = {name: _binary(getattr(np, function)) for name, function in {
+_BINARY: dict[str, Callable[..., Any]] = {name: _binary(getattr(np, function)) for name, function in {
     "mul Tensor Scalar": "multiply", "maximum": "maximum", "minimum": "minimum", "fmod Tensor Scalar": "fmod",
     "remainder Tensor Scalar Scalar_Tensor": "remainder", "gt Tensor Scalar": "greater", "lt Tensor Scalar": "less",
     "ge Tensor Scalar": "greater_equal", "le Tensor Scalar": "less_equal", "eq Tensor Scalar": "equal",
@@ -537,7 +542,7 @@ _BINARY = {name: _binary(getattr(np, function)) for name, function in {
 }.items()}  # fmt: skip
 _FILLED = {"full": None, "full_like": None, "new_full": None, "zeros": 0, "ones": 1, "empty memory_format": 0,
            "zeros_like": 0, "ones_like": 1, "empty_like": 0, "new_zeros": 0, "new_ones": 1}  # fmt: skip
-_REDUCED = {
+_REDUCED: dict[str, Callable[..., Any]] = {
     "sum dim_IntList": _reduced(np.sum, "sum"), "mean dim": _reduced(np.mean), "amax": _reduced(np.max),
     "amin": _reduced(np.min), "prod dim_int": _reduced(np.prod, "sum"), "any dim dims": _reduced(np.any, "bool"),
     "all dim dims": _reduced(np.all, "bool"), "sum": _whole(_reduced(np.sum, "sum")), "mean": _whole(_reduced(np.mean)),

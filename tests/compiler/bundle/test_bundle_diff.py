@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from robots import CONTRACT, START, gru
+from small_gru import CONTRACT, START, gru
 from tensordict import TensorDict
 from torch import nn
 

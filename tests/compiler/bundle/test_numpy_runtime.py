@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from robots import CONTRACT, POLICIES, START, gru
+from robot_policies import POLICIES, make_policy
 from safetensors.torch import save
+from small_gru import CONTRACT, START, gru
 from tensordict import TensorDict
 
 from graphrl.compiler.bundle import Bundle, Contract, export, runtime, verify
@@ -37,16 +38,21 @@ def graph_of(program: Program) -> runtime._Graph:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_robot_s_policy_runs(name: str) -> None:
-    graph, batch, _ = POLICIES[name]()
-    graph.eval()
+def test_every_robot_s_policy_runs_with_a_reset_in_the_middle(name: str) -> None:
+    policy = make_policy(name)
     with torch.no_grad():
-        program = run_passes(trace(graph, batch[:1]))
-    inputs = [torch.randn(p.shape) for p in program.inputs]
-    found = graph_of(program).run([t.numpy() for t in inputs])
-    for mine, theirs in zip(found, float64_reference(program, inputs), strict=True):
-        assert mine.dtype == np.float32 and mine.shape == theirs.shape
-        assert np.abs(mine - theirs.numpy()).max() <= 2e-6 * max(1.0, float(theirs.abs().max()))
+        program = run_passes(trace(policy.graph, policy.example))
+    graph, state = graph_of(program), dict(policy.state)
+    ours: dict[Any, Any] = {key: policy.example[key].numpy() for key in state}
+    theirs: dict[Any, Any] = {key: policy.example[key].double() for key in state}
+    for td in policy.episode(5, starts=(0, 3)):
+        found = graph.run([ours.get(k, td[k].numpy()) for k in program.in_keys])
+        wanted = float64_reference(program, [theirs.get(k, td[k]) for k in program.in_keys])
+        for mine, ref in zip(found, wanted, strict=True):
+            assert mine.dtype == np.float32 and mine.shape == ref.shape
+            assert np.abs(mine - ref.numpy()).max() <= 2e-6 * max(1.0, float(ref.abs().max()))
+        named = dict(zip(program.out_keys, zip(found, wanted, strict=True), strict=True))
+        ours, theirs = ({key: named[following][i] for key, following in state.items()} for i in (0, 1))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from robots import CONTRACT, START, gru
+from small_gru import CONTRACT, START, gru
 
 from graphrl.compiler.bundle import export, verify
 from graphrl.compiler.bundle.files import hash_files

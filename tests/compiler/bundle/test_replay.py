@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from robots import CONTRACT, START, gru
+from small_gru import CONTRACT, START, gru
 
 from graphrl.compiler.bundle import ActionContract, Bundle, export
 from graphrl.compiler.bundle.replay import replay
