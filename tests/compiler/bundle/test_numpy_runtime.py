@@ -297,3 +297,11 @@ def test_the_file_runs_where_torch_cannot_be_imported(copy: Path) -> None:
 
 def test_the_bundle_s_copy_is_the_package_s_file(made: Bundle) -> None:
     assert (made.path / "runtime.py").read_bytes() == Path(runtime.__file__).read_bytes()
+
+
+def test_an_operation_it_lacks_stops_the_export(tmp_path: Path) -> None:
+    graph = KeyedGraph((lambda x: torch.erfinv(x.tanh()), ["observation"], ["action"]))
+    td = TensorDict(observation=torch.randn(2, 3), batch_size=[2])
+    with pytest.raises(BundleError, match="numpy: this runtime has no aten.erfinv.default"):
+        export(graph, tmp_path / "b", td, targets=("numpy",))
+    assert not (tmp_path / "b").exists()
