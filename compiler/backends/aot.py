@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -51,12 +51,12 @@ class Aot:
         return on_threads(loader.run, threads)
 
 
-def write_package(program: Program, path: str | Path) -> None:
+def write_package(program: Program, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write ``program`` as one ``.pt2`` file for ``torch._inductor.aoti_load_package``, or torch's C++ loader.
 
     The loaded model takes inputs, state and draws in the program's order and returns the outputs; state that it writes
     is written in place. Constants (all weights, after the passes for deployment) are inside. The code is for this
-    machine's kind of CPU and this version of torch.
+    machine's kind of CPU and this version of torch. ``metadata`` is read back with ``loader.get_metadata()``.
     Raises :class:`CompileError` where AOTInductor cannot compile the program, or ``path`` does not end in ``.pt2``.
     """
     if Path(path).suffix != ".pt2":
@@ -65,7 +65,8 @@ def write_package(program: Program, path: str | Path) -> None:
         raise CompileError(f"aot: {refusal.reason}")
     arguments = example_arguments(program)
     module = as_inductor_sees_it(program, arguments, FakeTensorMode())
-    _compile(module, _embed_constants(program, module, arguments), estimated_threads(program), Path(path))
+    constants = _embed_constants(program, module, arguments)
+    _compile(module, constants, estimated_threads(program), Path(path), metadata)
 
 
 def _cached_package(program: Program, threads: int) -> Path:
@@ -92,8 +93,15 @@ def _cached_package(program: Program, threads: int) -> Path:
     return entry.folder / PACKAGE
 
 
-def _compile(module: fx.GraphModule, arguments: Sequence[Tensor], threads: int, path: Path) -> None:
-    settings = {"cpp.threads": threads, "size_asserts": False, "fallback_random": True}
+def _compile(
+    module: fx.GraphModule,
+    arguments: Sequence[Tensor],
+    threads: int,
+    path: Path,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    settings = {"cpp.threads": threads, "size_asserts": False, "fallback_random": True,
+                "aot_inductor.metadata": dict(metadata or {})}  # fmt: skip
     try:
         with quietly(), torch.no_grad():
             exported = torch.export.export(module, tuple(t.detach() for t in arguments))

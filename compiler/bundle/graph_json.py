@@ -24,7 +24,7 @@ def program_to_json(program: Program) -> dict[str, Any]:
         if node.op in ("call_function", "output"):
             target = "output" if node.op == "output" else _target_name(node.target)
             nodes.append({"name": node.name, "op": target, "args": _encode(node.args), "kwargs": _encode(node.kwargs),
-                          "shape": _shape(node.meta.get("val"))})  # fmt: skip
+                          "shape": _shape(node.meta.get("val")), "dtype": _dtypes(node.meta.get("val"))})  # fmt: skip
         elif node.op != "placeholder":
             raise BundleError(f"node {node.name!r} is a {node.op}: only ATen operations can be written to a bundle")
     return {
@@ -45,7 +45,8 @@ def program_from_json(data: Mapping[str, Any], state: Mapping[str, Tensor]) -> P
     graph = fx.Graph()
     values: dict[str, fx.Node] = {name: graph.placeholder(name) for name in data["placeholders"]}
     for entry in data["nodes"]:
-        args, kwargs = _decode(entry["args"], values), _decode(entry["kwargs"], values)
+        args = _decode(entry["args"], values)
+        kwargs = {name: _decode(value, values) for name, value in entry["kwargs"].items()}  # one may be called "dtype"
         if entry["op"] == "output":
             graph.output(*args)
         else:
@@ -98,6 +99,12 @@ def _shape(value: Any) -> Any:
     if isinstance(value, Tensor):
         return list(value.shape)
     return [_shape(v) for v in value] if isinstance(value, (tuple, list)) else None
+
+
+def _dtypes(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _dtype_name(value.dtype)
+    return [_dtypes(v) for v in value] if isinstance(value, (tuple, list)) else None
 
 
 def _target_name(target: Any) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEMA_VERSION", "Bundle", "load"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,25 +17,31 @@ from tensordict.nn import InteractionType, TensorDictModuleBase, set_interaction
 from torch import Tensor
 
 from graphrl._version import __version__
-from graphrl.compiler.bundle.c_policy import find_compiler
+from graphrl.compiler.backends.aot import write_package
 from graphrl.compiler.bundle.c_text import CFiles, write_c
 from graphrl.compiler.bundle.contract import Contract, check_against
+from graphrl.compiler.bundle.contract_text import contract_text
 from graphrl.compiler.bundle.files import dump_json, dump_npz, hash_files, sha256, whole_folder
-from graphrl.compiler.bundle.golden import Golden, make_golden, parity_error
+from graphrl.compiler.bundle.golden import Golden, make_golden
 from graphrl.compiler.bundle.graph_json import program_to_json
 from graphrl.compiler.bundle.load import SCHEMA_VERSION, Bundle, load
 from graphrl.compiler.bundle.names import check_prefix
+from graphrl.compiler.bundle.parity import Parity, measure
+from graphrl.compiler.bundle.runners import RUNNERS, why_not_here
 from graphrl.compiler.bundle.verify import verify
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Program
 from graphrl.compiler.trace import as_example, trace
-from graphrl.errors import BundleError, did_you_mean
+from graphrl.errors import BundleError, CompileError, did_you_mean
 from graphrl.graph import KeyedGraph
 from graphrl.keys import Key, normalize_key, normalize_keys
 
-__all__ = ["TARGETS", "TOLERANCE", "export"]
+__all__ = ["ALL_TARGETS", "TARGETS", "TOLERANCE", "export"]
 
-TARGETS = ("c99", "onnx")
+TARGETS = ("c99", "onnx", "numpy")
+"""What a bundle holds unless told otherwise."""
+ALL_TARGETS = ("c99", "onnx", "pt2", "numpy")
+"""``pt2``, an AOTInductor package, takes tens of seconds to compile, and runs with one torch on one kind of CPU."""
 TOLERANCE = 1e-5
 """Largest error a runtime may show against float64, as a part of the action's scale."""
 
@@ -51,18 +57,19 @@ def export(
     action_key: Key = "action",
     overwrite: bool = False,
 ) -> Bundle:
-    """Write ``policy`` as a bundle for a robot: C99, ONNX, weights, contract, golden vectors, parity report.
+    """Write ``policy`` as a bundle for a robot: C99, ONNX, numpy runtime, weights, contract, golden vectors, parity.
 
     The graph is cut down to ``action_key`` (and the contract's recurrent values) and traced in evaluation mode, acting
     deterministically, for one observation. The policy itself, its flags, buffers and random state, stays as it was.
     example: a batch of observations; its first row fixes the shapes, up to 16 rows become golden vectors.
     contract: what the robot must know; checked against the policy. Without one, all its fields are null.
     prefix: start of the C names. The folder appears whole or not at all; ``overwrite`` replaces a bundle only once the
-    new one is verified. The same policy, example and contract give the same bytes.
+    new one is verified. The same policy, example and contract give the same bytes (``pt2`` apart: torch numbers each
+    package anew).
 
     Raises :class:`BundleError` with the reason: a missing action, weights that are not finite, sampling or a buffer
-    that changes, an operation without C or ONNX form, parity beyond 1e-5 of the action's scale, an unwritable folder;
-    :class:`ContractError` where the contract contradicts the policy.
+    that changes, an operation without C, ONNX or numpy form, parity beyond 1e-5 of the action's scale, an unwritable
+    folder; :class:`ContractError` where the contract contradicts the policy.
     """
     targets = _check_targets(targets)
     check_prefix(prefix)
@@ -77,8 +84,9 @@ def export(
         if wide and "c99" in targets:
             raise BundleError(f"{wide[0].key!r} is float64 in the example, and generated C takes float32: convert it")
         inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
-        golden = make_golden(live, inputs)
-        eager = parity_error(golden, _eager(graph, rows[0], live))
+        golden = make_golden(live, inputs, contract.recurrent or ())
+        ports = {"contract": contract.as_dict(), **program_to_json(live)}
+        eager = measure(golden.arrays(live), ports, _eager(graph, rows[0], live))
     deployed = run_passes(live, deploy=True)
     _check_contract(contract, live, normalize_key(action_key), golden)
     with whole_folder(target, overwrite=overwrite) as folder:
@@ -89,14 +97,14 @@ def export(
 
 def _check_targets(targets: Sequence[str]) -> list[str]:
     for name in targets:
-        if name not in TARGETS:
-            raise BundleError(f"no export target {name!r}; there are {TARGETS}.{did_you_mean(name, TARGETS)}")
+        if name not in ALL_TARGETS:
+            raise BundleError(f"no export target {name!r}; there are {ALL_TARGETS}.{did_you_mean(name, ALL_TARGETS)}")
     if not targets:
-        raise BundleError(f"no targets given; there are {TARGETS}")
+        raise BundleError(f"no targets given; there are {ALL_TARGETS}")
     for package in ("onnx", "onnxruntime"):
         if "onnx" in targets and importlib.util.find_spec(package) is None:
             raise BundleError(f"target 'onnx' needs {package}: run  pip install 'graphrl[onnx]'  or leave it out")
-    return [t for t in TARGETS if t in targets]
+    return [t for t in ALL_TARGETS if t in targets]
 
 
 def _acting_graph(policy: TensorDictModuleBase, action: Key, contract: Contract) -> KeyedGraph:
@@ -171,12 +179,12 @@ def _check_program(program: Program) -> None:
 
 
 def _eager(graph: KeyedGraph, row: TensorDictBase, program: Program) -> Any:
-    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+    def run(inputs: Sequence[Any]) -> list[Any]:
         td = row.clone()
         for key, value in zip(program.in_keys, inputs, strict=True):
-            td.set(key, value.clone())
+            td.set(key, torch.tensor(value))
         graph(td)
-        return [td.get(key) for key in program.out_keys]
+        return [td.get(key).numpy() for key in program.out_keys]
 
     return run
 
@@ -209,7 +217,7 @@ class _Identity:
 
 
 def _write(
-    folder: Path, live: Program, deployed: Program, contract: Contract, golden: Golden, eager: float,
+    folder: Path, live: Program, deployed: Program, contract: Contract, golden: Golden, eager: Parity,
     targets: Sequence[str], prefix: str,
 ) -> None:  # fmt: skip
     """All files, the manifest last."""
@@ -224,7 +232,6 @@ def _write(
     arrays = {"contract_hash": _text_array(contract_hash), **golden.arrays(live)}
     (folder / "golden.npz").write_bytes(dump_npz(arrays))
     (folder / "c_policy.py").write_bytes((Path(__file__).parent / "c_policy.py").read_bytes())
-    parity = {"eager": eager}
     interface = None
     if "c99" in targets:
         files = write_c(deployed, contract, golden.rows(), TOLERANCE, golden.scales, prefix)
@@ -236,29 +243,43 @@ def _write(
         from graphrl.compiler.bundle.onnx_file import write_onnx
 
         write_onnx(deployed, folder / "model.onnx", who.contract, contract_hash)
+    if "pt2" in targets:
+        try:
+            write_package(deployed, folder / "model.pt2", {"contract_hash": contract_hash})
+        except CompileError as error:
+            raise BundleError(str(error)) from error
+    if "numpy" in targets:
+        (folder / "runtime.py").write_bytes((Path(__file__).parent / "runtime.py").read_bytes())
     manifest = _manifest(live, who, targets, interface)
     (folder / "manifest.json").write_text(dump_json(manifest))  # the runners below read it
-    if "c99" in targets and find_compiler() is not None:
-        parity["c99"] = parity_error(golden, _c_runner(folder, live))
-    if "onnx" in targets:
-        from graphrl.compiler.bundle.onnx_file import onnx_runner
-
-        parity["onnx"] = parity_error(golden, onnx_runner(folder / "model.onnx", live))
-    _finish(folder, manifest, parity, golden)
+    parity = {"eager": eager}
+    for target in targets:
+        if why_not_here(target) is None:
+            parity[target] = measure(arrays, manifest, *RUNNERS[target](folder, manifest))
+    _finish(folder, manifest, parity, arrays)
 
 
-def _finish(folder: Path, manifest: dict[str, Any], parity: dict[str, float], golden: Golden) -> None:
-    for runtime, error in parity.items():
-        if not error <= TOLERANCE:
+def _finish(folder: Path, manifest: dict[str, Any], parity: dict[str, Parity], golden: dict[str, Any]) -> None:
+    for runtime, found in parity.items():
+        if not found.worst <= TOLERANCE:
             raise BundleError(
-                f"{runtime} differs from the float64 reference by {error:.2e} of the action's scale; "
-                f"{TOLERANCE:.0e} is allowed"
+                f"{runtime} differs from the float64 reference by {found.worst:.2e} of the action's scale "
+                f"({found.where}); {TOLERANCE:.0e} is allowed"
             )
-    summary = {"tolerance": TOLERANCE, "rows": len(golden.kinds), "max_relative_error": parity}
+    summary = {
+        "tolerance": TOLERANCE,
+        "rows": len(golden["kind"]),
+        "sequence_steps": len(golden.get("sequence/reset", ())),
+        "scale": {p["key"]: float(golden[f"scale/{p['key']}"]) for p in manifest["outputs"]},
+        "max_relative_error": {name: p.relative for name, p in parity.items()},
+        "max_absolute_error": {name: p.absolute for name, p in parity.items()},
+        "sequence_relative_error": {name: p.sequence for name, p in parity.items()},
+    }
     report = {"contract_hash": manifest["contract_hash"], "reference": "eager in float64", **summary}
+    manifest["reports"] = {"parity": summary}
     (folder / "reports").mkdir()
     (folder / "reports" / "parity.json").write_text(dump_json(report))
-    manifest["reports"] = {"parity": summary}
+    (folder / "reports" / "contract.md").write_text(contract_text(manifest))
     manifest["files"] = hash_files(folder)
     (folder / "manifest.json").write_text(dump_json(manifest))
 
@@ -301,19 +322,17 @@ def _manifest(
         "tolerance": TOLERANCE,
         "tools": tools,
         "c": interface,
+        "pt2": _package_host() if "pt2" in targets else None,
         "reports": {},
         "files": {},
     }
 
 
-def _c_runner(folder: Path, program: Program) -> Any:
-    """The compiled C, one golden row at a time, through the C interface itself."""
-    from graphrl.compiler.bundle.c_policy import CPolicy
-    from graphrl.compiler.bundle.verify import run_c_row
-
-    policy = CPolicy(folder)
-
-    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.from_numpy(a) for a in run_c_row(policy, [t.numpy() for t in inputs])]
-
-    return run
+def _package_host() -> dict[str, str]:
+    """What the AOTInductor package is bound to."""
+    return {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "bytes": "differ from one export to the next: torch gives each package a new serial number",
+    }

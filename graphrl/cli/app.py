@@ -21,12 +21,16 @@ COMMANDS = {
     "cache": "list or clear the compiled programs kept on disk",
     "export": "write a trained policy as a bundle for a robot: graphrl export RUN OUT",
     "verify": "check a bundle where it will run: graphrl verify BUNDLE",
+    "inspect": "print what a bundle holds and says: graphrl inspect BUNDLE",
+    "diff": "tell what differs between two bundles: graphrl diff A B",
+    "replay": "run a recorded log through a bundle, to the first difference: graphrl replay BUNDLE LOG",
     "demo": "train, measure, export and run the C policy on Pendulum, in a minute or two",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code: 0, 2 for an error of the user's making, 130 after Ctrl-C.
+    """Run a subcommand; returns the exit code: 0, 1 where ``diff`` or ``replay`` finds a difference, 2 for an error of
+    the user's making, 130 after Ctrl-C.
 
     ``--debug`` anywhere lets the error through with its traceback.
     """
@@ -47,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # --env.id module:Id finds a module that lies here
-        importlib.import_module(f"graphrl.cli.{name}").run(rest)
-        return 0
+        return importlib.import_module(f"graphrl.cli.{name}").run(rest) or 0
     except KeyboardInterrupt as stop:
         if debug:
             raise

@@ -127,7 +127,7 @@ def _export(trainer: Any, path: Path, console: Any) -> Any:
     from graphrl.cli.export import export_run
     from graphrl.compiler.bundle.c_policy import find_compiler
 
-    targets = ["c99"]
+    targets = ["c99", "numpy"]
     if find_compiler() is None:
         console.print("  no C compiler: the C is written but not run here (install gcc or clang, or set CC)")
     if all(importlib.util.find_spec(p) for p in ("onnx", "onnxruntime")):

@@ -14,13 +14,14 @@ __all__ = ["export_run", "run"]
 
 @dataclass(frozen=True)
 class Export:
-    """Write the policy of a training run as C99 and ONNX with its contract, golden vectors and parity report."""
+    """Write the policy of a training run as C99, ONNX and for numpy, with contract and parity report."""
 
     checkpoint: Annotated[str, tyro.conf.Positional]
     """Run folder, or the checkpoint folder inside it."""
     out: Annotated[str, tyro.conf.Positional]
     """Folder to write."""
-    targets: tuple[str, ...] = ("c99", "onnx")
+    targets: tuple[str, ...] = ("c99", "onnx", "numpy")
+    """Also "pt2", an AOTInductor package: takes tens of seconds, and runs on this kind of CPU with this torch."""
     overwrite: bool = False
     """Replace a bundle that is there."""
 
@@ -34,7 +35,11 @@ def run(arguments: list[str]) -> None:
 
 
 def export_run(
-    checkpoint: Path | str, out: Path | str, targets: tuple[str, ...] = ("c99", "onnx"), *, overwrite: bool = False
+    checkpoint: Path | str,
+    out: Path | str,
+    targets: tuple[str, ...] = ("c99", "onnx", "numpy"),
+    *,
+    overwrite: bool = False,
 ) -> Any:
     """The policy of a run as a bundle; its contract says what the environment knows: rate, action bounds.
 

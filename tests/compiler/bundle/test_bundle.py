@@ -39,7 +39,7 @@ from graphrl.graph import KeyedGraph
 CC = shutil.which("gcc") or shutil.which("cc")
 pytestmark = pytest.mark.skipif(CC is None, reason="needs a C compiler")
 HAS_ONNX = all(__import__("importlib").util.find_spec(p) for p in ("onnx", "onnxruntime"))
-TARGETS = ("c99", "onnx") if HAS_ONNX else ("c99",)
+TARGETS = ("c99", "onnx", "numpy") if HAS_ONNX else ("c99", "numpy")
 STRICT = "-std=c99 -Wall -Wextra -Werror -pedantic -Wconversion -Wdouble-promotion".split()
 
 
@@ -95,7 +95,8 @@ def copy_of(bundle: Bundle, tmp_path: Path) -> Path:
 
 def test_every_listed_file_is_there(made: tuple[KeyedGraph, Bundle]) -> None:
     wanted = {"graph.json", "weights.safetensors", "golden.npz", "c_policy.py", "reports/parity.json", "c/policy.h",
-              "c/policy.c", "c/policy_golden.h", "c/selftest.c", "c/bench.c", "c/CMakeLists.txt"}  # fmt: skip
+              "c/policy.c", "c/policy_golden.h", "c/selftest.c", "c/bench.c", "c/CMakeLists.txt", "runtime.py",
+              "reports/contract.md"}  # fmt: skip
     wanted |= {"model.onnx"} if HAS_ONNX else set()
     assert set(made[1].manifest["files"]) == wanted
     assert made[1].contract["rate_hz"] == 50 and made[1].contract["quaternion_order"] is None

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -19,7 +20,11 @@ def test_a_recurrent_state_that_would_be_lost_is_an_error(tmp_path: Path) -> Non
     with pytest.raises(BundleError, match=r"'recurrent_state'.*declare it in Contract\(recurrent"):
         export(graph, tmp_path / "b", data, targets=("c99",))
     contract = Contract(recurrent=(RecurrentState("recurrent_state", ("next", "recurrent_state")),))
-    policy = export(graph, tmp_path / "b", data, targets=("c99",), contract=contract).policy()
+    bundle = export(graph, tmp_path / "b", data, targets=("c99", "numpy"), contract=contract)
+    policy = bundle.policy()
+    with np.load(bundle.path / "golden.npz") as golden:
+        assert golden["sequence/in/is_init"].reshape(-1).tolist() == golden["sequence/reset"].tolist()
+        assert 0 < golden["in/is_init"].sum() < len(golden["kind"])
     state = data["recurrent_state"]
     for _ in range(20):
         x = torch.randn(1, 4)

@@ -1,0 +1,185 @@
+"""The contract of a bundle as a page for people: what goes in, what comes out, and how to call it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["contract_text", "entry_names"]
+
+
+def contract_text(manifest: Mapping[str, Any]) -> str:
+    """Markdown written from a finished manifest; a field nobody filled in says "not stated"."""
+    contract = manifest["contract"]
+    parts = [
+        "# Contract of this policy",
+        f"Contract hash `{manifest['contract_hash']}`. It stands in every file that carries data.",
+        _general(contract),
+        "## Observation",
+        *_observations(manifest),
+        "## Action",
+        *_action(manifest),
+        "## State",
+        _state(manifest),
+        "## Accuracy",
+        _accuracy(manifest),
+        "## Calling it",
+        *_calls(manifest),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def entry_names(contract: Mapping[str, Any], key: str, size: int) -> list[str]:
+    """The name of each entry of an input or output: the contract's, else ``key[i]``."""
+    terms = [*(contract["observations"] or ()), *([contract["action"]] if contract["action"] else [])]
+    for term in terms:
+        if term["key"] == key:
+            names = term["names"] or term.get("joint_names")
+            if names:
+                return list(names)
+    return [f"{key}[{i}]" for i in range(size)]
+
+
+def _general(contract: Mapping[str, Any]) -> str:
+    ranges = contract["command_ranges"]
+    rows = [
+        ("rate", f"{contract['rate_hz']!r} Hz" if contract["rate_hz"] is not None else None),
+        ("simulator steps a control step", contract["decimation"]),
+        ("dtype", contract["dtype"]),
+        ("quaternion order", contract["quaternion_order"]),
+        ("command ranges", "; ".join(f"{k}: {a!r} to {b!r}" for k, (a, b) in ranges.items()) if ranges else None),
+        ("notes", contract["notes"]),
+    ]
+    return _table(("", ""), rows)
+
+
+def _observations(manifest: Mapping[str, Any]) -> list[str]:
+    contract = manifest["contract"]
+    terms = {t["key"]: t for t in contract["observations"] or ()}
+    carried = {s["key"] for s in contract["recurrent"] or ()}
+    parts = []
+    for port in manifest["inputs"]:
+        if port["key"] in carried:
+            continue
+        term = terms.get(port["key"], {})
+        parts.append(f"### `{port['key']}`: {port['dtype']} {_shape(port)}")
+        fields = ("unit", "frame", "scale", "clip", "history_length", "history_order", "history_reset_fill")
+        parts.append(_table(("", ""), [(f.replace("_", " "), term.get(f)) for f in fields]))
+        size, norm = math.prod(port["shape"]), term.get("normalizer") or {}
+        columns = [term.get("low"), term.get("high"), norm.get("mean"), norm.get("std")]
+        parts.append(f"Normalised: {_where(norm.get('where'))}" + _epsilon(norm))
+        if term.get("names") or any(columns):
+            names = entry_names(contract, port["key"], size)
+            parts.append(_entries(("name", "low", "high", "mean", "std"), names, columns))
+    return parts or ["None."]
+
+
+def _where(where: str | None) -> str:
+    told = {"inside": "inside the program: give raw values.", "none": "nowhere: the network reads raw values.",
+            "outside": "by the caller, before the call: (x - mean) / std."}  # fmt: skip
+    return told.get(where or "", "not stated.")
+
+
+def _epsilon(norm: Mapping[str, Any]) -> str:
+    return f" std contains epsilon {norm['epsilon']!r} (added to the variance)." if norm.get("epsilon") else ""
+
+
+def _action(manifest: Mapping[str, Any]) -> list[str]:
+    contract = manifest["contract"]
+    action = contract["action"] or {}
+    written = {s["next_key"] for s in contract["recurrent"] or ()}
+    parts = []
+    for port in manifest["outputs"]:
+        if port["key"] in written:
+            continue
+        parts.append(f"### `{port['key']}`: {port['dtype']} {_shape(port)}")
+        if not action or port["key"] != action["key"]:
+            continue
+        inside = action["inside"]
+        rows = [(f, action[f]) for f in ("unit", "squash", "scale", "offset", "clip")]
+        rows += [("done inside the program", None if inside is None else ", ".join(inside) or "none of these steps")]
+        rows += [(f.replace("_", " "), action[f]) for f in ("previous_action", "previous_action_initial")]
+        parts.append(_table(("", ""), rows))
+        columns = [action[f] for f in ("joint_names", "low", "high", "default_pose", "kp", "kd")]
+        if action["names"] or any(columns):
+            names = entry_names(contract, port["key"], math.prod(port["shape"]))
+            parts.append(_entries(("name", "joint", "low", "high", "default pose", "kp", "kd"), names, columns))
+    return parts
+
+
+def _state(manifest: Mapping[str, Any]) -> str:
+    recurrent = manifest["contract"]["recurrent"]
+    if not recurrent:
+        return "None: an action depends on one observation alone."
+    ports = {p["key"]: p for p in manifest["inputs"]}
+    rows = [(f"`{s['key']}`", f"`{s['next_key']}`", _shape(ports[s["key"]]), repr(s["initial"]),
+             _said(s["reset_rule"])) for s in recurrent]  # fmt: skip
+    return "Carried by every runtime itself; call its reset at the start of an episode.\n\n" + _table(
+        ("read at", "written at", "shape", "initial value", "reset rule"), rows
+    )
+
+
+def _accuracy(manifest: Mapping[str, Any]) -> str:
+    parity = manifest["reports"]["parity"]
+    names = list(parity["max_relative_error"])
+    columns = ("max_relative_error", "max_absolute_error", "sequence_relative_error")
+    rows = [(n, *("" if parity[c][n] is None else f"{parity[c][n]:.1e}" for c in columns)) for n in names]
+    scale = ", ".join(f"`{k}` {v:.3g}" for k, v in parity["scale"].items())
+    steps = f", and on a sequence of {parity['sequence_steps']} steps" if parity["sequence_steps"] else ""
+    return (
+        f"Largest errors against float64 on {parity['rows']} golden rows{steps}; relative to the output's usual size "
+        f"({scale}). Allowed: {parity['tolerance']!r} relative.\n\n"
+    ) + _table(("runtime", "relative", "absolute", "relative, sequence"), rows)
+
+
+def _calls(manifest: Mapping[str, Any]) -> list[str]:
+    parts = []
+    carried = {s["key"] for s in manifest["contract"]["recurrent"] or ()}
+    written = {s["next_key"] for s in manifest["contract"]["recurrent"] or ()}
+    if "numpy" in manifest["targets"]:
+        keys = [p["key"] for p in manifest["inputs"] if p["key"] not in carried]
+        observation = "{" + ", ".join(f'"{k}": ...' for k in keys) + "}"
+        outputs = [p["key"] for p in manifest["outputs"] if p["key"] not in written]
+        lines = ["from runtime import Policy", "", 'policy = Policy.load(".")', "policy.reset()"]
+        lines += [f"result = policy.step({observation})", *(f'result["{k}"]' for k in outputs)]
+        parts.append("Python, numpy only, in this folder:\n\n```python\n" + "\n".join(lines) + "\n```")
+    interface = manifest["c"]
+    if interface:
+        p = interface["prefix"]
+        sides = [[m for m in interface[s] if m["place"] == w] for s, w in (("inputs", "obs"), ("outputs", "command"))]
+        lines = [f'#include "{p}.h"', "", f"{p}_state state;", f"{p}_obs obs;", f"{p}_command command;"]
+        lines += [f"{p}_init(&state);", *(f"/* fill obs.{m['name']}[{m['size']}] */" for m in sides[0])]
+        lines += [f"uint32_t status = {p}_step(&state, &obs, &command); /* 0 is well */"]
+        lines += [f"/* read command.{m['name']}[{m['size']}] */" for m in sides[1]]
+        parts.append(
+            f"C99: compile `c/{p}.c` with any compiler, and `{p}_reset(&state)` starts an episode.\n\n"
+            "```c\n" + "\n".join(lines) + "\n```"
+        )
+    parts.append("Status bits: 1 non-finite input, 2 non-finite output, 4 an observation beyond its low or high.")
+    return parts
+
+
+def _shape(port: Mapping[str, Any]) -> str:
+    shape = list(port["shape"])
+    return str(shape[1:] if shape[:1] == [1] and len(shape) > 1 else shape)  # of one row, as every runtime takes it
+
+
+def _said(value: Any) -> str:
+    if value is None:
+        return "not stated"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_said, value))
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return "\n".join(lines + [f"| {' | '.join(_said(v) for v in row)} |" for row in rows])
+
+
+def _entries(head: Sequence[str], names: Sequence[str], columns: Sequence[Sequence[Any] | None]) -> str:
+    """A row an entry; columns that are null throughout are left out."""
+    kept = [(title, values) for title, values in zip(head[1:], columns, strict=True) if values]
+    rows = [(i, name, *(values[i] for _, values in kept)) for i, name in enumerate(names)]
+    return _table(("", head[0], *(title for title, _ in kept)), rows)

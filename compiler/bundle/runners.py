@@ -1,0 +1,103 @@
+"""Running what a bundle holds, one golden row at a time: its C, ONNX, AOTInductor package, and numpy runtime."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphrl.compiler.bundle.c_policy import CPolicy, find_compiler
+from graphrl.compiler.bundle.parity import Player, Row, Run
+from graphrl.compiler.bundle.runtime import Policy
+from graphrl.errors import BundleError
+
+__all__ = ["RUNNERS", "CPlayer", "run_c_row", "why_not_here"]
+
+
+def why_not_here(target: str) -> str | None:
+    """Why a target cannot be run on this machine, or ``None`` where it can."""
+    if target == "c99":
+        return "no C compiler here" if find_compiler() is None else None
+    package = {"onnx": "onnxruntime", "pt2": "torch"}.get(target)
+    missing = package is not None and importlib.util.find_spec(package) is None
+    return f"{package} is not installed" if missing else None
+
+
+def _c99(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, Player]:
+    try:
+        policy = CPolicy(folder)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise BundleError(f"{folder / 'c'} does not compile here: {error}") from error
+    return lambda inputs: run_c_row(policy, inputs), CPlayer(policy)
+
+
+class CPlayer:
+    """The C policy with its own state, outputs by key."""
+
+    def __init__(self, policy: CPolicy) -> None:
+        self._policy, self.reset, self.failures = policy, policy.reset, policy.selftest
+        self._keys = [m["key"] for m in policy.outputs]
+
+    def step(self, observation: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        result = self._policy(observation)
+        return result if len(self._keys) != 1 else {self._keys[0]: result}  # type: ignore[no-any-return]
+
+
+def run_c_row(policy: CPolicy, inputs: Sequence[np.ndarray]) -> Row:
+    """One golden row through the compiled C: recurrent values are put into, and taken from, the state struct."""
+    interface = policy.manifest["c"]
+    state = policy.state_arrays()
+    policy.reset()
+    observation: dict[str, Any] = {}
+    for member, value in zip(interface["inputs"], inputs, strict=True):
+        if member["place"] == "state":
+            state[member["name"]][...] = np.asarray(value).reshape(-1)
+        else:
+            observation[member["key"]] = value
+    result = policy(observation)
+    commands = [m for m in interface["outputs"] if m["place"] == "command"]
+    named = result if len(commands) > 1 else {commands[0]["key"]: result} if commands else {}
+    return [
+        np.array(state[m["name"]] if m["place"] == "state" else named[m["key"]]).reshape(m["shape"])
+        for m in interface["outputs"]
+    ]
+
+
+def _onnx(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, None]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    file = str(folder / "model.onnx")
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    if session.get_modelmeta().custom_metadata_map.get("contract_hash") != manifest["contract_hash"]:
+        raise BundleError(f"{file} belongs to another contract")
+    kept = {i.name for i in session.get_inputs()}
+    names = [p["key"] for p in manifest["inputs"]]
+    outputs = [o.name for o in session.get_outputs()]
+    return lambda row: session.run(outputs, {n: v for n, v in zip(names, row, strict=True) if n in kept}), None
+
+
+def _pt2(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, None]:
+    import torch
+
+    loader = torch._inductor.aoti_load_package(str(folder / "model.pt2")).loader
+    return lambda row: [t.numpy() for t in loader.run([torch.from_numpy(np.array(a)) for a in row])], None
+
+
+def _numpy(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, Player]:
+    try:
+        policy = Policy.load(folder)
+    except ValueError as error:
+        raise BundleError(f"numpy: {error}") from error
+    return policy.run_row, policy
+
+
+RUNNERS: dict[str, Callable[[Path, Mapping[str, Any]], tuple[Run, Player | None]]] = {
+    "c99": _c99, "onnx": _onnx, "pt2": _pt2, "numpy": _numpy,
+}  # fmt: skip
+"""Each target's way to run: a function of a row of inputs, and the runtime with its own state where it keeps one."""
