@@ -201,10 +201,14 @@ _IN_DOUBLE = frozenset(
 
 
 class Group:
-    """A run of elementwise nodes of one shape, computed by one loop; only values read elsewhere are stored."""
+    """A run of elementwise nodes of one shape, computed by one loop; only values read elsewhere are stored.
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    ``order``: the dims from the slowest to the fastest in memory, of what is stored.
+    """
+
+    def __init__(self, shape: tuple[int, ...], order: tuple[int, ...]) -> None:
         self.shape = shape
+        self.order = order
         self.members: dict[fx.Node, View] = {}
         self._locals: dict[fx.Node, tuple[str, torch.dtype]] = {}
         self._loads: dict[View, str] = {}
@@ -248,8 +252,9 @@ class Group:
         """The loop, storing the values of ``stored``."""
         loads = list(self._loads.items())
         targets = [self.members[n] for n in stored]
-        steps = [v.strides for v, _ in loads] + [contiguous_strides(self.shape)] * len(targets)
-        sizes, merged = merge_dims(self.shape, steps)
+        shape = tuple(self.shape[d] for d in self.order)
+        steps = [tuple(v.strides[d] for d in self.order) for v, _ in loads]
+        sizes, merged = merge_dims(shape, [*steps, *[contiguous_strides(shape)] * len(targets)])
 
         def body(names: list[str]) -> list[str]:
             lines = []
