@@ -6,7 +6,7 @@ State is a key like any other: a history window, a context or a recurrent value 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,15 +32,15 @@ class Policy:
     state: tuple[tuple[Key, Key], ...]
     rate_hz: float
 
-    def episode(self, steps: int, seed: int = 1) -> Iterator[TensorDict]:
-        """Batches of one with random observations and ``is_init`` on the first; the caller feeds the state back."""
+    def episode(self, steps: int, starts: Sequence[int] = (0,), seed: int = 1) -> Iterator[TensorDict]:
+        """Batches of one with random observations, ``is_init`` at ``starts``; the caller feeds the state back."""
         generator = torch.Generator().manual_seed(seed)
         kept = [key for key, _ in self.state]
         for t in range(steps):
             td = self.example.clone()
             for key in td.keys(True, True):
                 if key == "is_init":
-                    td[key] = torch.full((1, 1), t == 0)
+                    td[key] = torch.full((1, 1), t in starts)
                 elif key not in kept:
                     td[key] = torch.randn(td[key].shape, generator=generator)
             yield td
@@ -58,8 +58,7 @@ class Width:
 
 def make_policy(name: str, shrink: int = 1) -> Policy:
     """One of :data:`POLICIES` with seeded weights; ``shrink`` divides its hidden sizes."""
-    generator = torch.random.fork_rng()
-    with generator:
+    with torch.random.fork_rng():
         torch.manual_seed(7)
         graph, shapes, rate_hz = POLICIES[name](Width(shrink))
     graph.eval()
@@ -176,7 +175,8 @@ def _depth_parkour(width: Width) -> Made:
     graph = KeyedGraph(
         WINDOW,
         _node(nn.Sequential(nn.Unflatten(1, (1, 58)), eye), "depth", "latent"),
-        (lambda window: past(window.transpose(1, 2)), [("next", "history")], ["past"]),
+        (lambda window: window.transpose(1, 2), [("next", "history")], ["channels"]),
+        _node(past, "channels", "past"),
         (lambda *parts: torch.cat(parts, -1), ["observation", "latent", "past"], ["seen"]),
         gru,
         _node(_mlp(width(512), 12, [width(n) for n in (512, 256, 128)], nn.ELU), "features"),

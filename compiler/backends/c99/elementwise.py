@@ -110,9 +110,13 @@ def _where(node: fx.Node, read: Read, dtype: torch.dtype) -> str:
 
 def _clamp(node: fx.Node, read: Read, dtype: torch.dtype) -> str:
     args = arguments(node)
-    if not dtype.is_floating_point:
-        raise Unsupported(f"{op_name(node)} on integers is not supported", node)
     text = read(args["self"], dtype)
+    if not dtype.is_floating_point:
+        for key, sign in (("max", ">"), ("min", "<")):
+            if args.get(key) is not None:
+                bound = read(args[key], dtype)
+                text = f"({text} {sign} {bound} ? {bound} : {text})"
+        return text
     if args.get("max") is not None:
         text = f"k_minf({text}, {read(args['max'], dtype)})"
     if args.get("min") is not None:

@@ -380,7 +380,12 @@ def _scratch_lines(layout: Layout, types: dict[Buffer, str], storage: str) -> li
 
 def _table(buffer: Buffer, tensor: Tensor) -> str:
     """A constant as a C array."""
-    numbers = [literal(v, tensor.dtype).strip("()") for v in tensor.reshape(-1).tolist()] or ["0"]
+    values = tensor.reshape(-1).tolist()
+    if tensor.dtype == torch.float32 and bool(tensor.isfinite().all()):  # literal() takes a microsecond a number
+        numbers = [f"{text}f" if "." in text or "e" in text else f"{text}.0f" for text in map("{:.9g}".format, values)]
+    else:
+        numbers = [literal(v, tensor.dtype).strip("()") for v in values]
+    numbers = numbers or ["0"]
     rows = [", ".join(numbers[i : i + 8]) for i in range(0, len(numbers), 8)]
     body = ",\n".join(f"    {row}" for row in rows)
     return f"static const {C_TYPES[tensor.dtype]} {buffer.name}[{len(numbers)}] = {{\n{body}\n}};"

@@ -9,6 +9,7 @@ On a robot, where nothing may ask for reordered sums, products of two computed v
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,8 @@ TURN_ROWS = 16
 
 MATMULS = frozenset(("mm.default", "addmm.default", "bmm.default", "baddbmm.default", "mv.default", "addmv.default",
                      "dot.default"))  # fmt: skip
+
+Each = Callable[[list[str]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -137,26 +140,24 @@ def _steps(view: View) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s for n, s in zip(view.shape, view.strides, strict=True))
 
 
-def columns(emitter, product: Product) -> tuple[list[str], set[Buffer]]:  # type: ignore[no-untyped-def]
+def columns(emitter, product: Product, each: Each = list) -> tuple[list[str], set[Buffer]]:  # type: ignore[no-untyped-def]
     """Code for row ``m`` of batch ``b``, whose inputs are at ``x``, and the buffers that it reads.
 
-    The weights are constant, or contiguous in the outputs.
+    The weights are constant, or contiguous in the outputs. ``each``: what to put around the code of a panel.
     """
     constant = product.w.buffer.kind == "constant"
-    lines = _packed(emitter, product) if constant else _rows(product)
+    lines = _packed(emitter, product, each) if constant else _rows(product, each)
     return lines, {product.x.buffer} if constant else {product.x.buffer, product.w.buffer}
 
 
 def _by_rows(emitter, product: Product) -> tuple[list[str], set[Buffer]]:  # type: ignore[no-untyped-def]
-    lines, reads = columns(emitter, product)
-    return _over_rows(product, [_row(product), *lines]), reads
-
-
-def _over_rows(product: Product, body: list[str]) -> list[str]:
+    """All rows; a panel of weights serves one after another while it is in the cache."""
     m = product.sizes[1]
     if m == 1:
-        return ["{", *indent(body), "}"]
-    return [f"for (int m = 0; m < {m}; ++m) {{", *indent(body), "}"]
+        lines, reads = columns(emitter, product)
+        return ["{", *indent([_row(product), *lines]), "}"], reads
+    head = f"for (int m = 0; m < {m}; ++m) {{"
+    return columns(emitter, product, lambda panel: [head, *indent([_row(product), *panel]), "}"])
 
 
 def _row(product: Product) -> str:
@@ -173,7 +174,7 @@ def _at(name: str, where: str) -> str:
 # ---- constant weights
 
 
-def _packed(emitter, product: Product) -> list[str]:  # type: ignore[no-untyped-def]
+def _packed(emitter, product: Product, each: Each) -> list[str]:  # type: ignore[no-untyped-def]
     b, _, k, n = product.sizes
     panels = _panels(n)
     table = emitter.constant(_pack(product.w.as_torch(), panels))
@@ -183,7 +184,7 @@ def _packed(emitter, product: Product) -> list[str]:  # type: ignore[no-untyped-
         start = index(column * k, (per_batch if b > 1 else 0, k * PANEL if count > 1 else 0), ("b", "p"))
         body = [
             f"const float *const w = {_at(table.name, start)};",
-            *_panel(product, column, valid, padded, padded, count),
+            *each(_panel(product, column, valid, padded, padded, count)),
         ]
         lines += [_repeat("p", count), *indent(body), "}"]
     return lines
@@ -247,14 +248,14 @@ def _panel(product: Product, column: int, valid: int, width: int, stride: int, c
 # ---- weights by pointer
 
 
-def _rows(product: Product) -> list[str]:
+def _rows(product: Product, each: Each) -> list[str]:
     _, _, k, n = product.sizes
     w = product.w
     lines = []
     for column, count, width, _ in _runs(_panels(n)):
         start = index(w.offset + column, (_steps(w)[0], PANEL if count > 1 else 0), ("b", "p"))
         body = [f"const float *const w = {_at(w.buffer.name, start)};"]
-        body += _panel(product, column, width, width, w.strides[1] if k > 1 else n, count)
+        body += each(_panel(product, column, width, width, w.strides[1] if k > 1 else n, count))
         lines += [_repeat("p", count), *indent(body), "}"]
     return lines
 
