@@ -165,7 +165,7 @@ def _emit(emitter, window: _Window, weight: View, bias: fx.Node | None, result: 
         View(row.buffer, (groups, positions, k), (0, 0, 1)), _turned(emitter, window, weight, n), offset,
         View(result.buffer, (groups, positions, n), (n, result.shape[1], 1)),
     )  # fmt: skip
-    lines, reads = columns(emitter, product)
+    lines, reads = columns(emitter, product, lambda panel: panel(1))
     gather, gathered = window.gather(spread)
     lines = [*gather, *lines]
     if positions > 1:

@@ -39,7 +39,8 @@ TURN_ROWS = 16
 MATMULS = frozenset(("mm.default", "addmm.default", "bmm.default", "baddbmm.default", "mv.default", "addmv.default",
                      "dot.default"))  # fmt: skip
 
-Each = Callable[[list[str]], list[str]]
+Each = Callable[[Callable[[int], list[str]]], list[str]]
+"""Given the code of a panel for a number of rows from ``m`` on, what stands there for all rows."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,10 @@ def _steps(view: View) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s for n, s in zip(view.shape, view.strides, strict=True))
 
 
-def columns(emitter, product: Product, each: Each = list) -> tuple[list[str], set[Buffer]]:  # type: ignore[no-untyped-def]
+def columns(emitter, product: Product, each: Each) -> tuple[list[str], set[Buffer]]:  # type: ignore[no-untyped-def]
     """Code for row ``m`` of batch ``b``, whose inputs are at ``x``, and the buffers that it reads.
 
-    The weights are constant, or contiguous in the outputs. ``each``: what to put around the code of a panel.
+    The weights are constant, or contiguous in the outputs.
     """
     constant = product.w.buffer.kind == "constant"
     lines = _packed(emitter, product, each) if constant else _rows(product, each)
@@ -151,13 +152,18 @@ def columns(emitter, product: Product, each: Each = list) -> tuple[list[str], se
 
 
 def _by_rows(emitter, product: Product) -> tuple[list[str], set[Buffer]]:  # type: ignore[no-untyped-def]
-    """All rows; a panel of weights serves one after another while it is in the cache."""
+    """All rows, two at a time; a panel of weights serves one after another while it is in the cache."""
     m = product.sizes[1]
     if m == 1:
-        lines, reads = columns(emitter, product)
+        lines, reads = columns(emitter, product, lambda panel: panel(1))
         return ["{", *indent([_row(product), *lines]), "}"], reads
-    head = f"for (int m = 0; m < {m}; ++m) {{"
-    return columns(emitter, product, lambda panel: [head, *indent([_row(product), *panel]), "}"])
+
+    def each(panel: Callable[[int], list[str]]) -> list[str]:
+        pairs = [f"for (int m = 0; m < {m - m % 2}; m += 2) {{", *indent([_row(product), *panel(2)]), "}"]
+        rest = ["{", *indent([f"const int m = {m - 1};", _row(product), *panel(1)]), "}"]
+        return pairs + (rest if m % 2 else [])
+
+    return columns(emitter, product, each)
 
 
 def _row(product: Product) -> str:
@@ -184,7 +190,7 @@ def _packed(emitter, product: Product, each: Each) -> list[str]:  # type: ignore
         start = index(column * k, (per_batch if b > 1 else 0, k * PANEL if count > 1 else 0), ("b", "p"))
         body = [
             f"const float *const w = {_at(table.name, start)};",
-            *each(_panel(product, column, valid, padded, padded, count)),
+            *each(lambda rows, run=(column, valid, padded, padded, count): _panel(product, *run, rows)),
         ]
         lines += [_repeat("p", count), *indent(body), "}"]
     return lines
@@ -221,28 +227,40 @@ def _pack(weights: Tensor, panels: list[tuple[int, int, int]]) -> Tensor:
     return torch.cat(parts)
 
 
-def _panel(product: Product, column: int, valid: int, width: int, stride: int, count: int) -> list[str]:
-    """Sums of one panel of ``width`` columns, weights at ``w`` with ``stride`` between inputs."""
+def _panel(product: Product, column: int, valid: int, width: int, stride: int, count: int, rows: int) -> list[str]:
+    """Sums of one panel of ``width`` columns for ``rows`` rows, weights at ``w`` with ``stride`` between inputs."""
     k = product.sizes[2]
-    step = product.x.strides[2] if k > 1 else 1
     m = "m" if product.sizes[1] > 1 else "0"
     n = "j" if column == 0 and count == 1 else f"({column} + j)" if count == 1 else f"(p * {PANEL} + j)"
-    main = k - k % INPUTS
-    lines = [f"float acc[{width}];", f"for (int j = 0; j < {width}; ++j) {{ acc[j] = 0.0f; }}"]
-    if main:
-        terms = [f"x{q} * w[(i + {q}) * {stride} + j]" if q else f"x0 * w[i * {stride} + j]" for q in range(INPUTS)]
-        lines.append(f"for (int i = 0; i < {main}; i += {INPUTS}) {{")
-        lines += [f"    const float x{q} = x[{index(q * step, (step,), ('i',))}];" for q in range(INPUTS)]
-        lines.append(f"    for (int j = 0; j < {width}; ++j) {{")
-        lines.append(f"        acc[j] += ({terms[0]} + {terms[1]}) + ({terms[2]} + {terms[3]});")
-        lines += ["    }", "}"]
-    if k % INPUTS:
-        lines.append(f"for (int i = {main}; i < {k}; ++i) {{")
-        lines.append(f"    const float x0 = x[{index(0, (step,), ('i',))}];")
-        lines.append(f"    for (int j = 0; j < {width}; ++j) {{ acc[j] += x0 * w[i * {stride} + j]; }}")
-        lines.append("}")
-    lines.append(f"for (int j = 0; j < {valid}; ++j) {{ {product.store('acc[j]', m, n)} }}")
+    main, sums = k - k % INPUTS, [f"acc{r}" if r else "acc" for r in range(rows)]
+    lines = [f"float {acc}[{width}];" for acc in sums]
+    lines.append(f"for (int j = 0; j < {width}; ++j) {{ {' '.join(f'{acc}[j] = 0.0f;' for acc in sums)} }}")
+    for start, stop, inputs in ((0, main, INPUTS), (main, k, 1)):
+        if start < stop:
+            last = f"i += {inputs}" if inputs > 1 else "++i"
+            body = _taken_in(product, sums, inputs, width, stride)
+            lines += [f"for (int i = {start}; i < {stop}; {last}) {{", *indent(body), "}"]
+    for r, acc in enumerate(sums):
+        value = product.store(f"{acc}[j]", f"({m} + {r})" if r else m, n)
+        lines.append(f"for (int j = 0; j < {valid}; ++j) {{ {value} }}")
     return lines
+
+
+def _taken_in(product: Product, sums: list[str], inputs: int, width: int, stride: int) -> list[str]:
+    """Code that adds ``inputs`` inputs from ``i`` on to the sums of each row."""
+    step = product.x.strides[2] if product.sizes[2] > 1 else 1
+    lines, updates = [], []
+    for r, acc in enumerate(sums):
+        names = [f"x{q}_{r}" if r else f"x{q}" for q in range(inputs)]
+        at = [index(q * step + r * product.x.strides[1], (step,), ("i",)) for q in range(inputs)]
+        lines += [f"const float {name} = x[{where}];" for name, where in zip(names, at, strict=True)]
+        weights = [f"w[(i + {q}) * {stride} + j]" if q else f"w[i * {stride} + j]" for q in range(inputs)]
+        terms = [f"{name} * {weight}" for name, weight in zip(names, weights, strict=True)]
+        sum_ = f"({terms[0]} + {terms[1]}) + ({terms[2]} + {terms[3]})" if inputs == INPUTS else terms[0]
+        updates.append(f"{acc}[j] += {sum_};")
+    if len(sums) == 1 and inputs == 1:
+        return [*lines, f"for (int j = 0; j < {width}; ++j) {{ {updates[0]} }}"]
+    return [*lines, f"for (int j = 0; j < {width}; ++j) {{", *indent(updates), "}"]
 
 
 # ---- weights by pointer
@@ -251,11 +269,12 @@ def _panel(product: Product, column: int, valid: int, width: int, stride: int, c
 def _rows(product: Product, each: Each) -> list[str]:
     _, _, k, n = product.sizes
     w = product.w
+    stride = w.strides[1] if k > 1 else n
     lines = []
     for column, count, width, _ in _runs(_panels(n)):
         start = index(w.offset + column, (_steps(w)[0], PANEL if count > 1 else 0), ("b", "p"))
         body = [f"const float *const w = {_at(w.buffer.name, start)};"]
-        body += each(_panel(product, column, width, width, w.strides[1] if k > 1 else n, count))
+        body += each(lambda rows, run=(column, width, width, stride, count): _panel(product, *run, rows))
         lines += [_repeat("p", count), *indent(body), "}"]
     return lines
 
