@@ -166,7 +166,7 @@ def _depth_parkour(width: Width) -> Made:
     """A depth image and ten observations, both through convolutions, then a GRU."""
     eye = nn.Sequential(
         nn.Conv2d(1, width(32), 5), nn.MaxPool2d(2), nn.ELU(), nn.Conv2d(width(32), width(64), 3), nn.ELU(),
-        nn.AdaptiveAvgPool2d((4, 6)), nn.Flatten(), nn.Linear(width(64) * 24, width(128)), nn.ELU(),
+        nn.AvgPool2d(6), nn.Flatten(), nn.Linear(width(64) * 24, width(128)), nn.ELU(),
         nn.Linear(width(128), 32), nn.Tanh(),
     )  # fmt: skip
     past = nn.Sequential(nn.Conv1d(53, 20, 4, stride=2), nn.ELU(), nn.Conv1d(20, 10, 2), nn.ELU(), nn.Flatten(),

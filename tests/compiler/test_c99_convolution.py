@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable
@@ -237,8 +236,8 @@ def test_channels_stay_next_to_each_other_from_layer_to_layer() -> None:
     program, _ = traced(1, deploy=True, cases={"y": ("image", net)})
     text = generate(program, embed=True).function
     assert f"for (int i0 = 0; i0 < {6 * 7 * 8}; ++i0) {{\n        const float a0" in text
-    assert text.count("from[") == 1  # the image's rows are gathered; the second layer reads in place
-    assert re.search(r"y\[c\] = k_maxf\(x\[c\], y\[c\]\)", text)
+    before, after = text.split("k_maxf(x[c], y[c])")
+    assert "from[" in before and "from[" not in after  # the image's rows are gathered, the second layer reads in place
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="reads gcc's vectoriser report")
@@ -252,6 +251,6 @@ def test_inner_loops_vectorise_under_strict_rules(tmp_path: Path) -> None:
     loops = {int(line.split(":")[1]) for line in report.splitlines() if "loop vectorized" in line}
     wanted = [i for i, line in enumerate(text.splitlines(), 1)
               if "acc[j] += (" in line or "k_maxf(x[c]" in line or "const float a0 =" in line]  # fmt: skip
-    assert len(wanted) == 4
+    assert len(wanted) == 5  # two positions and the odd last, the pooling, the activation, the one of the second layer
     for line in wanted:
         assert any(line - 2 <= n <= line for n in loops), (line, report)

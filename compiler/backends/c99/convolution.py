@@ -7,6 +7,7 @@ the next convolution, pooling or activation finds its channels contiguous. No im
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +22,6 @@ from graphrl.compiler.backends.c99.values import View
 __all__ = ["CONVOLUTIONS", "emit_convolution", "outside"]
 
 CONVOLUTIONS = frozenset(("convolution.default",))
-
-_LOOPS = ("image", "b", "top", "left")
-"""Names of the loops over positions; ``b`` is the group, as products call it."""
 
 
 def _as_planes(view: View) -> View:
@@ -77,47 +75,72 @@ class _Window:
         order = (1, 2, 0) if self.channels_last else (0, 1, 2)
         return tuple(sizes[d] for d in order), tuple(strides[d] for d in order)
 
-    def gather(self, row: View) -> tuple[list[str], bool]:
-        """Code that leaves the row of position (image, top, left), group b, at ``x``, and whether it wrote ``row``."""
+    @property
+    def direct(self) -> bool:
+        """Whether the row of each position lies in the image as one run."""
+        sizes, (strides,) = merge_dims(self.run()[0], (self.run()[1],))
+        return not any(self.leaves(0) + self.leaves(1)) and (not sizes or (len(sizes) == 1 and strides == (1,)))
+
+    def start(self, left: str) -> str:
+        """Where the row of position (image, top, ``left``), group b, begins: an index into the image."""
         moves = (self.x.strides[0], self.x.strides[1] * self.inputs if self.groups > 1 else 0)
         steps = (*moves, self.stride[0] * self.x.strides[2], self.stride[1] * self.x.strides[3])
         back = sum(p * s for p, s in zip(self.padding, self.x.strides[2:], strict=True))
-        start = index(self.x.offset - back, _used(steps, (self.x.shape[0], self.groups, *self.out)), _LOOPS)
-        name = self.x.buffer.name
-        sizes, (read, write) = merge_dims(self.run()[0], (self.run()[1], row.strides))
-        padded = any(self.leaves(0) + self.leaves(1))
-        if not padded and (not sizes or (len(sizes) == 1 and read == (1,))):
-            return [f"const float *const x = {name}{'' if start == '0' else f' + {start}'};"], False
-        lines = [f"const float *const x = {row.buffer.name};"]
-        if not padded:
-            source = f"{name} + {start}" if start != "0" else name
-            lines.append(f"const float *const from = {source};")
-            target = row.buffer.name
-            lines += loop_nest(sizes, lambda i: [f"{target}[{index(0, write, i)}] = from[{index(0, read, i)}];"])
-            return lines, True
-        return lines + self._gather_padded(row, start), True
+        used = _used(steps, (self.x.shape[0], self.groups, *self.out))
+        return index(self.x.offset - back, used, ("image", "b", "top", left))
 
-    def _gather_padded(self, row: View, start: str) -> list[str]:
+    def gather(self, row: View, left: str) -> list[str]:
+        """Code that copies the row of position (image, top, ``left``), group b, to ``row``."""
+        sizes, strides = self.run()
+        target = row.buffer.name
+        if any(self.leaves(0) + self.leaves(1)):
+            return self._gather_padded(row, left)
+        sizes, (read, write) = merge_dims(sizes, (strides, row.strides))
+        move = loop_nest(sizes, lambda i: [f"{target}[{index(row.offset, write, i)}] = from[{index(0, read, i)}];"])
+        return ["{", *indent([f"const float *const from = {self.x.buffer.name} + {self.start(left)};", *move]), "}"]
+
+    def _gather_padded(self, row: View, left: str) -> list[str]:
         """As :meth:`gather` where the window may reach outside: there the row is 0."""
         sizes, strides = self.run()
         c, i, j = (2, 0, 1) if self.channels_last else (0, 1, 2)
         names = ["", "", ""]
         names[c], names[i], names[j] = "c", "i", "j"
-        tests = []
-        lines = []
-        for d, (name, at) in enumerate((("i", "top"), ("j", "left"))):
+        tests, lines = [], []
+        for d, (name, at) in enumerate((("i", "top"), ("j", left))):
             low, high = self.leaves(d)
             if low or high:
                 move = f"{at} * {self.stride[d]}" if self.out[d] > 1 else "0"
                 lines.append(f"const int {name}{name} = {move} + {name} * {self.dilation[d]} - {self.padding[d]};")
                 tests += outside(name * 2, self.x.shape[2 + d], low, high)
-        target = f"{row.buffer.name}[{index(0, row.strides, names)}]"
-        read = f"{self.x.buffer.name}[{start} + {index(0, strides, names)}]"
+        target = f"{row.buffer.name}[{index(row.offset, row.strides, names)}]"
+        read = f"{self.x.buffer.name}[{self.start(left)} + {index(0, strides, names)}]"
         channels = f"for (int c = 0; c < {sizes[c]}; ++c) {{"
         lines += [f"if ({' || '.join(tests)}) {{", f"    {channels} {target} = 0.0f; }}", "} else {",
                   f"    {channels} {target} = {read}; }}", "}"]  # fmt: skip
         lines = [f"for (int j = 0; j < {sizes[j]}; ++j) {{", *indent(lines), "}"]
         return [f"for (int i = 0; i < {sizes[i]}; ++i) {{", *indent(lines), "}"]
+
+    def walk(self, row: View, panel: Callable[[int], list[str]]) -> list[str]:
+        """``panel`` at every position, two neighbours at a time: weights that are loaded serve both."""
+        high, wide = self.out
+
+        def at(rows: int) -> list[str]:
+            x = f"{self.x.buffer.name} + {self.start('left')}" if self.direct else row.buffer.name
+            moves = []
+            for r in range(0 if self.direct else rows):
+                moves += self.gather(row.select(0, r), f"(left + {r})" if r else "left")
+            place = index(0, _used((high * wide, wide, 1), (self.x.shape[0], high, wide)), ("image", "top", "left"))
+            number = [f"const int m = {place};"] if self.x.shape[0] * high * wide > 1 else []
+            return [*moves, *number, f"const float *const x = {x};", *panel(rows)]
+
+        lines = []
+        if wide > 1:
+            lines += [f"for (int left = 0; left < {wide - wide % 2}; left += 2) {{", *indent(at(2)), "}"]
+        if wide % 2:
+            lines += ["{", *indent([*[f"const int left = {wide - 1};"] * (wide > 1), *at(1)]), "}"]
+        for name, size in (("top", high), ("image", self.x.shape[0])):
+            lines = [f"for (int {name} = 0; {name} < {size}; ++{name}) {{", *indent(lines), "}"] if size > 1 else lines
+        return lines
 
 
 def _used(steps: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -151,37 +174,27 @@ def emit_convolution(emitter, node: fx.Node) -> View:  # type: ignore[no-untyped
 
 
 def _emit(emitter, window: _Window, weight: View, bias: fx.Node | None, result: View) -> None:  # type: ignore[no-untyped-def]
-    """One step: for each group and position, gather the row, then a product of one row."""
+    """One step: for each group and panel of outputs, at each position, gather the row and multiply it."""
     groups, n = window.groups, result.shape[1] // window.groups
-    positions, k = result.shape[0], math.prod(window.run()[0])
-    row = emitter.new_value((k,), torch.float32)
-    spread = View.whole(row.buffer, window.run()[0])
+    positions, sizes = result.shape[0], window.run()[0]
+    k = math.prod(sizes)
+    row = emitter.new_value((2 if window.out[1] > 1 else 1, *sizes), torch.float32)
+    apart = window.stride[1] * window.x.strides[3] if window.direct else k
     offset = None
     if bias is not None:
         values = emitter.view(bias)
         step = values.strides[0]
         offset = View(values.buffer, (groups, positions, n), (n * step, 0, step), values.offset)
     product = Product(
-        View(row.buffer, (groups, positions, k), (0, 0, 1)), _turned(emitter, window, weight, n), offset,
+        View(row.buffer, (groups, positions, k), (0, apart, 1)), _turned(emitter, window, weight, n), offset,
         View(result.buffer, (groups, positions, n), (n, result.shape[1], 1)),
     )  # fmt: skip
-    lines, reads = columns(emitter, product, lambda panel: panel(1))
-    gather, gathered = window.gather(spread)
-    lines = [*gather, *lines]
-    if positions > 1:
-        sizes = (window.x.shape[0], *window.out)
-        lines = [f"const int m = {_position(sizes)};", *lines]
-        for name, size in reversed(list(zip(("image", "top", "left"), sizes, strict=True))):
-            lines = [f"for (int {name} = 0; {name} < {size}; ++{name}) {{", *indent(lines), "}"] if size > 1 else lines
-    lines = [f"for (int b = 0; b < {groups}; ++b) {{" if groups > 1 else "{", *indent(lines), "}"]
+    lines, reads = columns(emitter, product, lambda panel: window.walk(row, panel))
+    if groups > 1:
+        lines = [f"for (int b = 0; b < {groups}; ++b) {{", *indent(lines), "}"]
     reads |= {window.x.buffer} | ({offset.buffer} if offset is not None else set())
-    used = {row.buffer} if gathered else set()
+    used = set() if window.direct else {row.buffer}
     emitter.add_step(Step(lines, (reads - {row.buffer}) | used, {result.buffer} | used))
-
-
-def _position(sizes: tuple[int, int, int]) -> str:
-    steps = (sizes[1] * sizes[2], sizes[2], 1)
-    return index(0, _used(steps, sizes), ("image", "top", "left"))
 
 
 def _turned(emitter, window: _Window, weight: View, n: int) -> View:  # type: ignore[no-untyped-def]
