@@ -15,7 +15,6 @@ from torch._decomp import core_aten_decompositions
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphrl.compiler.normalizations import normalization_decompositions
 from graphrl.compiler.program import Fixed, StateSlot
 from graphrl.compiler.reachable import loose_tensors, modules_of
 from graphrl.compiler.shapes import on_fakes
@@ -118,12 +117,7 @@ def normalize(
 
     ``mode``: that of the fake tensors among ``tensors``.
     """
-    table = {
-        **core_aten_decompositions(),
-        **normalization_decompositions(),
-        **foreach_decompositions(),
-        **(extra or {}),
-    }
+    table = {**core_aten_decompositions(), **foreach_decompositions(), **(extra or {})}
     if any(node.target is _ATTENTION_BACKWARD for node in traced.graph.nodes):
         table.pop(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, None)  # it lacks what that reads
     table.pop(torch.ops.aten.bernoulli.default, None)  # it draws float32 whatever the dtype, and so not as eager does

@@ -286,7 +286,7 @@ class Emitter:
         ranks = range(len(shape))
         for operand in node.all_input_nodes:
             view = self.values[operand]
-            if view.shape == shape and view.buffer.kind != "literal":
+            if shape and view.shape == shape and view.buffer.kind != "literal":
                 order = tuple(sorted(ranks, key=lambda d: (-view.strides[d], d)))
                 packed = view.offset == 0 and view.permute(order).is_whole()
                 return order if packed and view.strides[-1] != 1 and shape[-1] > 1 else tuple(ranks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -113,7 +115,7 @@ def _scatter(emitter, node: fx.Node) -> View:  # type: ignore[no-untyped-def]
     """A copy with ``out[.., places[i], ..] = src[i]``; a place outside is skipped, and reported where somebody is."""
     args = arguments(node)
     places = emitter.in_memory(emitter.view(args["index"]))
-    given = args.get("src", args.get("value"))
+    given: Any = args["src"] if "src" in args else args["value"]
     source = emitter.in_memory(emitter.view(given)) if isinstance(given, fx.Node) else None
     out = _copied(emitter, emitter.view(args["self"]))
     dim = args["dim"] % max(len(out.shape), 1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -190,7 +191,7 @@ def _packed(emitter, product: Product, each: Each) -> list[str]:  # type: ignore
         start = index(column * k, (per_batch if b > 1 else 0, k * PANEL if count > 1 else 0), ("b", "p"))
         body = [
             f"const float *const w = {_at(table.name, start)};",
-            *each(lambda rows, run=(column, valid, padded, padded, count): _panel(product, *run, rows)),
+            *each(partial(_panel, product, column, valid, padded, padded, count)),
         ]
         lines += [_repeat("p", count), *indent(body), "}"]
     return lines
@@ -274,7 +275,7 @@ def _rows(product: Product, each: Each) -> list[str]:
     for column, count, width, _ in _runs(_panels(n)):
         start = index(w.offset + column, (_steps(w)[0], PANEL if count > 1 else 0), ("b", "p"))
         body = [f"const float *const w = {_at(w.buffer.name, start)};"]
-        body += each(lambda rows, run=(column, width, width, stride, count): _panel(product, *run, rows))
+        body += each(partial(_panel, product, column, width, width, stride, count))
         lines += [_repeat("p", count), *indent(body), "}"]
     return lines
 

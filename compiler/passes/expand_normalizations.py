@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-__all__ = ["normalization_decompositions"]
+from graphrl.compiler.lowering import normalize
+from graphrl.compiler.program import Program, node_value
+
+__all__ = ["expand_normalizations"]
 
 aten = torch.ops.aten
 
 
-def normalization_decompositions() -> dict[Any, Callable[..., Any]]:
-    """For ``make_fx``: batch and group normalisation, where torch's own forms cancel digits or address by strides."""
-    return {
-        aten._native_batch_norm_legit_no_training.default: _fixed_batch_norm,
-        aten._native_batch_norm_legit.no_stats: _batch_norm,
-        aten.native_group_norm.default: _group_norm,
-    }
+def expand_normalizations(program: Program) -> Program:
+    """Write batch, instance and group normalisation as sums and products.
+
+    before   y = batch_norm(x, weight, bias, mean, var)
+    after    y = (x - mean) * (weight / sqrt(var + eps)) + bias
+
+    Equal in real arithmetic; float32 differs by rounding, so it runs for deployment only. torch's own forms are not
+    used: they cancel digits or address memory by strides.
+    """
+    if not any(node.target in _FORMS for node in program.graph_module.graph.nodes):
+        return program
+    values = [node_value(node) for node in program.placeholders()]
+    tensors = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+    return program.with_graph(normalize(program.graph_module, tensors, extra=_FORMS).graph)
 
 
 def _fixed_batch_norm(
@@ -66,3 +73,10 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def _channel(values: Tensor, like: Tensor) -> Tensor:
     """[C] against the second dim of ``like``."""
     return values.reshape(1, -1, *[1] * (like.dim() - 2))
+
+
+_FORMS = {
+    aten._native_batch_norm_legit_no_training.default: _fixed_batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm,
+    aten.native_group_norm.default: _group_norm,
+}
