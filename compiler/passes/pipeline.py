@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from graphrl.compiler.check_program import check_program
 from graphrl.compiler.passes.eliminate_dead_code import drop_unread_draws, eliminate_dead_code
+from graphrl.compiler.passes.expand_normalizations import expand_normalizations
 from graphrl.compiler.passes.fold_constants import fold_constants, freeze_state
 from graphrl.compiler.passes.fold_normalizer import fold_normalizer
 from graphrl.compiler.passes.fuse_parallel_networks import fuse_parallel_networks
@@ -32,6 +33,7 @@ LIVE: tuple[Pass, ...] = (
 
 DEPLOY: tuple[Pass, ...] = (
     freeze_state,  # a robot's weights are constants: every later pass profits
+    expand_normalizations,  # before folding: what comes of fixed statistics is a constant
     *LIVE[:3],
     fold_normalizer,  # after folding: the standard deviation, and W.T, must each be one constant
     merge_common_subexpressions,  # two heads behind one normaliser now read the same source

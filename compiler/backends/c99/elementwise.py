@@ -110,9 +110,13 @@ def _where(node: fx.Node, read: Read, dtype: torch.dtype) -> str:
 
 def _clamp(node: fx.Node, read: Read, dtype: torch.dtype) -> str:
     args = arguments(node)
-    if not dtype.is_floating_point:
-        raise Unsupported(f"{op_name(node)} on integers is not supported", node)
     text = read(args["self"], dtype)
+    if not dtype.is_floating_point:
+        for key, sign in (("max", ">"), ("min", "<")):
+            if args.get(key) is not None:
+                bound = read(args[key], dtype)
+                text = f"({text} {sign} {bound} ? {bound} : {text})"
+        return text
     if args.get("max") is not None:
         text = f"k_minf({text}, {read(args['max'], dtype)})"
     if args.get("min") is not None:
@@ -201,10 +205,14 @@ _IN_DOUBLE = frozenset(
 
 
 class Group:
-    """A run of elementwise nodes of one shape, computed by one loop; only values read elsewhere are stored."""
+    """A run of elementwise nodes of one shape, computed by one loop; only values read elsewhere are stored.
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    ``order``: the dims from the slowest to the fastest in memory, of what is stored.
+    """
+
+    def __init__(self, shape: tuple[int, ...], order: tuple[int, ...]) -> None:
         self.shape = shape
+        self.order = order
         self.members: dict[fx.Node, View] = {}
         self._locals: dict[fx.Node, tuple[str, torch.dtype]] = {}
         self._loads: dict[View, str] = {}
@@ -248,8 +256,9 @@ class Group:
         """The loop, storing the values of ``stored``."""
         loads = list(self._loads.items())
         targets = [self.members[n] for n in stored]
-        steps = [v.strides for v, _ in loads] + [contiguous_strides(self.shape)] * len(targets)
-        sizes, merged = merge_dims(self.shape, steps)
+        shape = tuple(self.shape[d] for d in self.order)
+        steps = [tuple(v.strides[d] for d in self.order) for v, _ in loads]
+        sizes, merged = merge_dims(shape, [*steps, *[contiguous_strides(shape)] * len(targets)])
 
         def body(names: list[str]) -> list[str]:
             lines = []

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphrl.compiler.backends.c99.convolution import CONVOLUTIONS, emit_convolution
 from graphrl.compiler.backends.c99.elementwise import Group, convert, is_elementwise, literal
 from graphrl.compiler.backends.c99.indexing import INDEXING, emit_indexing
 from graphrl.compiler.backends.c99.layout import Layout, Step, plan
@@ -17,6 +18,7 @@ from graphrl.compiler.backends.c99.mathlib import helpers_text
 from graphrl.compiler.backends.c99.matmul import MATMULS, emit_matmul
 from graphrl.compiler.backends.c99.nodes import C_TYPES, Unsupported, arguments, c_type, op_name, value_of
 from graphrl.compiler.backends.c99.ops import VIEWS
+from graphrl.compiler.backends.c99.pool import POOLS, emit_pool
 from graphrl.compiler.backends.c99.reduce import REDUCTIONS, emit_reduction
 from graphrl.compiler.backends.c99.values import Buffer, View
 from graphrl.compiler.backends.c99.views import view_of
@@ -32,6 +34,16 @@ _FILLED = {"full.default": "fill_value", "full_like.default": "fill_value", "sca
            "empty.memory_format": 0, "empty_like.default": 0, "new_zeros.default": 0, "new_ones.default": 1,
            "new_full.default": "fill_value"}  # fmt: skip
 """Operations whose every element is one number: the argument that holds it, or the number."""
+
+
+_EMITTERS: tuple[tuple[frozenset[str], Any], ...] = (
+    (MATMULS, emit_matmul),
+    (REDUCTIONS, emit_reduction),
+    (INDEXING, emit_indexing),
+    (CONVOLUTIONS, emit_convolution),
+    (POOLS, emit_pool),
+)
+"""Operations with loops of their own: their names, and the function of (emitter, node) that writes them."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +242,7 @@ class Emitter:
             return View.whole(self.constant(known), known.shape)
         if is_elementwise(node):
             return self._elementwise(node)
-        for names, emit in ((MATMULS, emit_matmul), (REDUCTIONS, emit_reduction), (INDEXING, emit_indexing)):
+        for names, emit in _EMITTERS:
             if name in names:
                 for value in (node, *node.all_input_nodes):
                     if isinstance(value.meta.get("val"), Tensor) and value.meta["val"].dtype == torch.float64:
@@ -261,10 +273,24 @@ class Emitter:
         shape = tuple(value.shape)
         if self.group is None or self.group.shape != shape or not self._joins(node):
             self.flush()
-            self.group = Group(shape)
-        result = self.new_value(shape, value.dtype)
+            self.group = Group(shape, self._order(node, shape))
+        order = self.group.order
+        result = self.new_value([shape[d] for d in order], value.dtype).permute(
+            [order.index(d) for d in range(len(order))]
+        )
         self.group.add(node, result, lambda n: self.values[n])  # type: ignore[arg-type, return-value]
         return result
+
+    def _order(self, node: fx.Node, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The order in memory of the first operand of this shape, where its last dim is not the fastest."""
+        ranks = range(len(shape))
+        for operand in node.all_input_nodes:
+            view = self.values[operand]
+            if shape and view.shape == shape and view.buffer.kind != "literal":
+                order = tuple(sorted(ranks, key=lambda d: (-view.strides[d], d)))
+                packed = view.offset == 0 and view.permute(order).is_whole()
+                return order if packed and view.strides[-1] != 1 and shape[-1] > 1 else tuple(ranks)
+        return tuple(ranks)
 
     def _joins(self, node: fx.Node) -> bool:
         """Whether every operand of ``node`` that the open group computes is used position by position."""
@@ -272,7 +298,7 @@ class Emitter:
         for operand in node.all_input_nodes:
             view = self.values[operand]
             if isinstance(view, View) and self.group.holds(view) is not None:
-                if not (view.is_whole() and view.shape == self.group.shape):
+                if view.shape != self.group.shape or view.offset or not view.permute(self.group.order).is_whole():
                     return False
         return True
 
@@ -354,7 +380,12 @@ def _scratch_lines(layout: Layout, types: dict[Buffer, str], storage: str) -> li
 
 def _table(buffer: Buffer, tensor: Tensor) -> str:
     """A constant as a C array."""
-    numbers = [literal(v, tensor.dtype).strip("()") for v in tensor.reshape(-1).tolist()] or ["0"]
+    values = tensor.reshape(-1).tolist()
+    if tensor.dtype == torch.float32 and bool(tensor.isfinite().all()):  # literal() takes a microsecond a number
+        numbers = [f"{text}f" if "." in text or "e" in text else f"{text}.0f" for text in map("{:.9g}".format, values)]
+    else:
+        numbers = [literal(v, tensor.dtype).strip("()") for v in values]
+    numbers = numbers or ["0"]
     rows = [", ".join(numbers[i : i + 8]) for i in range(0, len(numbers), 8)]
     body = ",\n".join(f"    {row}" for row in rows)
     return f"static const {C_TYPES[tensor.dtype]} {buffer.name}[{len(numbers)}] = {{\n{body}\n}};"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -15,7 +17,8 @@ __all__ = ["INDEXING", "emit_indexing"]
 
 INDEXING = frozenset(
     ("cat.default", "index.Tensor", "index_select.default", "gather.default", "embedding.default",
-     "constant_pad_nd.default", "repeat.default")
+     "constant_pad_nd.default", "repeat.default", "slice_scatter.default", "select_scatter.default", "scatter.value",
+     "scatter.src")
 )  # fmt: skip
 
 
@@ -28,6 +31,10 @@ def emit_indexing(emitter, node: fx.Node) -> View:  # type: ignore[no-untyped-de
         return _pad(emitter, node)
     if name == "repeat.default":
         return _repeat(emitter, node)
+    if name in ("slice_scatter.default", "select_scatter.default"):
+        return _replaced(emitter, node)
+    if name.startswith("scatter."):
+        return _scatter(emitter, node)
     if name == "embedding.default":
         return _take(emitter, node, emitter.view(args["weight"]), 0, emitter.view(args["indices"]))
     if name == "index_select.default":
@@ -80,6 +87,57 @@ def _repeat(emitter, node: fx.Node) -> View:  # type: ignore[no-untyped-def]
     thin = [n for size in source.shape for n in (1, size)]
     out = emitter.new_value(tuple(value.shape), value.dtype)
     emitter.copy(out.reshape(wide), source.reshape(thin).expand(wide))
+    return out
+
+
+def _replaced(emitter, node: fx.Node) -> View:  # type: ignore[no-untyped-def]
+    """A copy with one slice, or one entry, of a dim replaced: what assigning to ``x[:, 1:3]`` becomes."""
+    args = arguments(node)
+    out = _copied(emitter, emitter.view(args["self"]))
+    dim = args["dim"]
+    if "index" in args:
+        part = out.select(dim, args["index"])
+    else:
+        start, stop, step = slice(args["start"], args["end"], args["step"]).indices(out.shape[dim])
+        part = out.narrow(dim, start, len(range(start, stop, step)), step)
+    emitter.copy(part, emitter.view(args["src"]))
+    return out
+
+
+def _copied(emitter, source: View) -> View:  # type: ignore[no-untyped-def]
+    """The values in memory of their own."""
+    out = emitter.new_value(source.shape, source.dtype)
+    emitter.copy(out, source)
+    return out
+
+
+def _scatter(emitter, node: fx.Node) -> View:  # type: ignore[no-untyped-def]
+    """A copy with ``out[.., places[i], ..] = src[i]``; a place outside is skipped, and reported where somebody is."""
+    args = arguments(node)
+    places = emitter.in_memory(emitter.view(args["index"]))
+    given: Any = args["src"] if "src" in args else args["value"]
+    source = emitter.in_memory(emitter.view(given)) if isinstance(given, fx.Node) else None
+    out = _copied(emitter, emitter.view(args["self"]))
+    dim = args["dim"] % max(len(out.shape), 1)
+    if not out.shape:
+        raise Unsupported("scatter into a single number is not supported", node)
+
+    def body(names: list[str]) -> list[str]:
+        if source is None:
+            value = literal(given, out.dtype)
+        else:
+            value = f"{source.buffer.name}[{index(source.offset, source.strides, names)}]"
+        steps = out.strides[:dim] + out.strides[dim + 1 :]
+        at = index(out.offset, steps, names[:dim] + names[dim + 1 :])
+        return [
+            f"const int64_t place = {places.buffer.name}[{index(places.offset, places.strides, names)}];",
+            f"const int inside = place >= 0 && place < {out.shape[dim]};",
+            *emitter.report_outside("!inside"),
+            f"if (inside) {{ {out.buffer.name}[{at} + (int)place * {out.strides[dim]}] = {value}; }}",
+        ]
+
+    reads = {places.buffer} | ({source.buffer} if source is not None else set())
+    emitter.add_step(Step(loop_nest(places.shape, body), reads, {out.buffer}))
     return out
 
 

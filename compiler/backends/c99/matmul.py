@@ -3,12 +3,15 @@
 *packed*: constant weights, stored input-major in panels of columns. ``acc += x[i] * w[i, :]`` keeps a panel of sums in
 registers and vectorises under strict IEEE rules, because no sum is reordered.
 *dot*: weights by pointer in PyTorch's [out, in] order, read where they lie; several outputs at once share each ``x``.
+On a robot, where nothing may ask for reordered sums, products of two computed values take the next one instead.
 *rows*: weights by pointer, contiguous in the outputs, or turned so at each call because many rows share them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -17,9 +20,9 @@ from graphrl.compiler.backends.c99.elementwise import literal
 from graphrl.compiler.backends.c99.layout import Step
 from graphrl.compiler.backends.c99.loops import indent, index
 from graphrl.compiler.backends.c99.nodes import Unsupported, arguments, op_name, value_of
-from graphrl.compiler.backends.c99.values import View
+from graphrl.compiler.backends.c99.values import Buffer, View
 
-__all__ = ["MATMULS", "emit_matmul"]
+__all__ = ["MATMULS", "Product", "columns", "emit_matmul"]
 
 PANEL = 64
 """Columns of a panel: 4 AVX-512 or 8 AVX2 registers of sums."""
@@ -37,9 +40,12 @@ TURN_ROWS = 16
 MATMULS = frozenset(("mm.default", "addmm.default", "bmm.default", "baddbmm.default", "mv.default", "addmv.default",
                      "dot.default"))  # fmt: skip
 
+Each = Callable[[Callable[[int], list[str]]], list[str]]
+"""Given the code of a panel for a number of rows from ``m`` on, what stands there for all rows."""
+
 
 @dataclass(frozen=True)
-class _Product:
+class Product:
     """``out[b, m, n] = bias + sum_k x[b, m, k] w[b, k, n]``; every view has these dims."""
 
     x: View
@@ -71,14 +77,13 @@ def emit_matmul(emitter, node: fx.Node) -> View:  # type: ignore[no-untyped-def]
     if 0 in (b, m, n):
         return _result(product, node)
     if product.w.buffer.kind == "constant":
-        lines, reads = _packed(emitter, product), {product.x.buffer}
-    elif product.w.strides[1] == 1 and m < TURN_ROWS:
+        lines, reads = _by_rows(emitter, product)
+    elif product.w.strides[1] == 1 and m < TURN_ROWS and not emitter.embed:
         product = _replace_x(product, emitter.unit_stride(product.x))
         lines, reads = _dot(product), {product.x.buffer, product.w.buffer}
     else:
         w = product.w if product.w.strides[2] == 1 else emitter.materialize(product.w)
-        product = _Product(product.x, w, product.bias, product.out)
-        lines, reads = _rows(product), {product.x.buffer, w.buffer}
+        lines, reads = _by_rows(emitter, Product(product.x, w, product.bias, product.out))
     reads |= {product.bias.buffer} if product.bias is not None else set()
     if b > 1:
         lines = [f"for (int b = 0; b < {b}; ++b) {{", *indent(lines), "}"]
@@ -86,13 +91,13 @@ def emit_matmul(emitter, node: fx.Node) -> View:  # type: ignore[no-untyped-def]
     return _result(product, node)
 
 
-def _result(product: _Product, node: fx.Node) -> View:
+def _result(product: Product, node: fx.Node) -> View:
     view = product.out.reshape(tuple(value_of(node).shape))
     assert view is not None
     return view
 
 
-def _as_product(emitter, node: fx.Node) -> _Product:  # type: ignore[no-untyped-def]
+def _as_product(emitter, node: fx.Node) -> Product:  # type: ignore[no-untyped-def]
     name, args = op_name(node), arguments(node)
     if value_of(node).dtype != torch.float32:
         raise Unsupported(f"{name} in {value_of(node).dtype} is not supported, generated C computes in float32", node)
@@ -121,7 +126,7 @@ def _as_product(emitter, node: fx.Node) -> _Product:  # type: ignore[no-untyped-
         bias = emitter.view(args["self"])
         bias = _insert(bias, len(bias.shape)) if name.startswith("addmv") else bias
         bias = bias.expand(shape)
-    return _Product(x, w, bias, emitter.new_value(shape, torch.float32))
+    return Product(x, w, bias, emitter.new_value(shape, torch.float32))
 
 
 def _insert(view: View, dim: int) -> View:
@@ -129,22 +134,40 @@ def _insert(view: View, dim: int) -> View:
                 view.offset)  # fmt: skip
 
 
-def _replace_x(product: _Product, x: View) -> _Product:
-    return _Product(x, product.w, product.bias, product.out)
+def _replace_x(product: Product, x: View) -> Product:
+    return Product(x, product.w, product.bias, product.out)
 
 
 def _steps(view: View) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s for n, s in zip(view.shape, view.strides, strict=True))
 
 
-def _over_rows(product: _Product, body: list[str]) -> list[str]:
+def columns(emitter, product: Product, each: Each) -> tuple[list[str], set[Buffer]]:  # type: ignore[no-untyped-def]
+    """Code for row ``m`` of batch ``b``, whose inputs are at ``x``, and the buffers that it reads.
+
+    The weights are constant, or contiguous in the outputs.
+    """
+    constant = product.w.buffer.kind == "constant"
+    lines = _packed(emitter, product, each) if constant else _rows(product, each)
+    return lines, {product.x.buffer} if constant else {product.x.buffer, product.w.buffer}
+
+
+def _by_rows(emitter, product: Product) -> tuple[list[str], set[Buffer]]:  # type: ignore[no-untyped-def]
+    """All rows, two at a time; a panel of weights serves one after another while it is in the cache."""
     m = product.sizes[1]
     if m == 1:
-        return ["{", *indent(body), "}"]
-    return [f"for (int m = 0; m < {m}; ++m) {{", *indent(body), "}"]
+        lines, reads = columns(emitter, product, lambda panel: panel(1))
+        return ["{", *indent([_row(product), *lines]), "}"], reads
+
+    def each(panel: Callable[[int], list[str]]) -> list[str]:
+        pairs = [f"for (int m = 0; m < {m - m % 2}; m += 2) {{", *indent([_row(product), *panel(2)]), "}"]
+        rest = ["{", *indent([f"const int m = {m - 1};", _row(product), *panel(1)]), "}"]
+        return pairs + (rest if m % 2 else [])
+
+    return columns(emitter, product, each)
 
 
-def _row(product: _Product) -> str:
+def _row(product: Product) -> str:
     """Declaration of ``x``, the row of inputs at ``b, m``."""
     m = "m" if product.sizes[1] > 1 else "0"
     x = product.x
@@ -158,20 +181,20 @@ def _at(name: str, where: str) -> str:
 # ---- constant weights
 
 
-def _packed(emitter, product: _Product) -> list[str]:  # type: ignore[no-untyped-def]
+def _packed(emitter, product: Product, each: Each) -> list[str]:  # type: ignore[no-untyped-def]
     b, _, k, n = product.sizes
     panels = _panels(n)
     table = emitter.constant(_pack(product.w.as_torch(), panels))
     per_batch = sum(k * padded for _, _, padded in panels)
-    lines = [_row(product)]
+    lines = []
     for column, count, valid, padded in _runs(panels):
         start = index(column * k, (per_batch if b > 1 else 0, k * PANEL if count > 1 else 0), ("b", "p"))
         body = [
             f"const float *const w = {_at(table.name, start)};",
-            *_panel(product, column, valid, padded, padded, count),
+            *each(partial(_panel, product, column, valid, padded, padded, count)),
         ]
         lines += [_repeat("p", count), *indent(body), "}"]
-    return _over_rows(product, lines)
+    return lines
 
 
 def _panels(n: int) -> list[tuple[int, int, int]]:
@@ -205,50 +228,63 @@ def _pack(weights: Tensor, panels: list[tuple[int, int, int]]) -> Tensor:
     return torch.cat(parts)
 
 
-def _panel(product: _Product, column: int, valid: int, width: int, stride: int, count: int) -> list[str]:
-    """Sums of one panel of ``width`` columns, weights at ``w`` with ``stride`` between inputs."""
+def _panel(product: Product, column: int, valid: int, width: int, stride: int, count: int, rows: int) -> list[str]:
+    """Sums of one panel of ``width`` columns for ``rows`` rows, weights at ``w`` with ``stride`` between inputs."""
     k = product.sizes[2]
-    step = product.x.strides[2] if k > 1 else 1
     m = "m" if product.sizes[1] > 1 else "0"
     n = "j" if column == 0 and count == 1 else f"({column} + j)" if count == 1 else f"(p * {PANEL} + j)"
-    main = k - k % INPUTS
-    lines = [f"float acc[{width}];", f"for (int j = 0; j < {width}; ++j) {{ acc[j] = 0.0f; }}"]
-    if main:
-        terms = [f"x{q} * w[(i + {q}) * {stride} + j]" if q else f"x0 * w[i * {stride} + j]" for q in range(INPUTS)]
-        lines.append(f"for (int i = 0; i < {main}; i += {INPUTS}) {{")
-        lines += [f"    const float x{q} = x[{index(q * step, (step,), ('i',))}];" for q in range(INPUTS)]
-        lines.append(f"    for (int j = 0; j < {width}; ++j) {{")
-        lines.append(f"        acc[j] += ({terms[0]} + {terms[1]}) + ({terms[2]} + {terms[3]});")
-        lines += ["    }", "}"]
-    if k % INPUTS:
-        lines.append(f"for (int i = {main}; i < {k}; ++i) {{")
-        lines.append(f"    const float x0 = x[{index(0, (step,), ('i',))}];")
-        lines.append(f"    for (int j = 0; j < {width}; ++j) {{ acc[j] += x0 * w[i * {stride} + j]; }}")
-        lines.append("}")
-    lines.append(f"for (int j = 0; j < {valid}; ++j) {{ {product.store('acc[j]', m, n)} }}")
+    main, sums = k - k % INPUTS, [f"acc{r}" if r else "acc" for r in range(rows)]
+    lines = [f"float {acc}[{width}];" for acc in sums]
+    lines.append(f"for (int j = 0; j < {width}; ++j) {{ {' '.join(f'{acc}[j] = 0.0f;' for acc in sums)} }}")
+    for start, stop, inputs in ((0, main, INPUTS), (main, k, 1)):
+        if start < stop:
+            last = f"i += {inputs}" if inputs > 1 else "++i"
+            body = _taken_in(product, sums, inputs, width, stride)
+            lines += [f"for (int i = {start}; i < {stop}; {last}) {{", *indent(body), "}"]
+    for r, acc in enumerate(sums):
+        value = product.store(f"{acc}[j]", f"({m} + {r})" if r else m, n)
+        lines.append(f"for (int j = 0; j < {valid}; ++j) {{ {value} }}")
     return lines
+
+
+def _taken_in(product: Product, sums: list[str], inputs: int, width: int, stride: int) -> list[str]:
+    """Code that adds ``inputs`` inputs from ``i`` on to the sums of each row."""
+    step = product.x.strides[2] if product.sizes[2] > 1 else 1
+    lines, updates = [], []
+    for r, acc in enumerate(sums):
+        names = [f"x{q}_{r}" if r else f"x{q}" for q in range(inputs)]
+        at = [index(q * step + r * product.x.strides[1], (step,), ("i",)) for q in range(inputs)]
+        lines += [f"const float {name} = x[{where}];" for name, where in zip(names, at, strict=True)]
+        weights = [f"w[(i + {q}) * {stride} + j]" if q else f"w[i * {stride} + j]" for q in range(inputs)]
+        terms = [f"{name} * {weight}" for name, weight in zip(names, weights, strict=True)]
+        sum_ = f"({terms[0]} + {terms[1]}) + ({terms[2]} + {terms[3]})" if inputs == INPUTS else terms[0]
+        updates.append(f"{acc}[j] += {sum_};")
+    if len(sums) == 1 and inputs == 1:
+        return [*lines, f"for (int j = 0; j < {width}; ++j) {{ {updates[0]} }}"]
+    return [*lines, f"for (int j = 0; j < {width}; ++j) {{", *indent(updates), "}"]
 
 
 # ---- weights by pointer
 
 
-def _rows(product: _Product) -> list[str]:
+def _rows(product: Product, each: Each) -> list[str]:
     _, _, k, n = product.sizes
     w = product.w
-    lines = [_row(product)]
+    stride = w.strides[1] if k > 1 else n
+    lines = []
     for column, count, width, _ in _runs(_panels(n)):
         start = index(w.offset + column, (_steps(w)[0], PANEL if count > 1 else 0), ("b", "p"))
         body = [f"const float *const w = {_at(w.buffer.name, start)};"]
-        body += _panel(product, column, width, width, w.strides[1] if k > 1 else n, count)
+        body += each(partial(_panel, product, column, width, width, stride, count))
         lines += [_repeat("p", count), *indent(body), "}"]
-    return _over_rows(product, lines)
+    return lines
 
 
 OUTPUTS = 4
 """Outputs that one pass over ``x`` computes."""
 
 
-def _dot(product: _Product) -> list[str]:
+def _dot(product: Product) -> list[str]:
     """Tiles of ``rows`` x ``OUTPUTS`` dot products; an element that is loaded serves a whole tile."""
     _, m, _, n = product.sizes
     rows = 4 if m >= 4 else 1
@@ -269,7 +305,7 @@ def _dot(product: _Product) -> list[str]:
     return lines
 
 
-def _dot_tile(product: _Product, rows: int, outputs: int) -> list[str]:
+def _dot_tile(product: Product, rows: int, outputs: int) -> list[str]:
     k = product.sizes[2]
     x, w = product.x, product.w
     sums = [[f"s{r}_{o}" for o in range(outputs)] for r in range(rows)]

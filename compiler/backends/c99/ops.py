@@ -63,7 +63,7 @@ ELEMENTWISE: dict[str, Elementwise] = {
     "sinh.default": _unary("sinhf({0})"),
     "cosh.default": _unary("coshf({0})"),
     "atanh.default": _unary("(0.5f * (k_log1pf({0}) - k_log1pf(-{0})))"),
-    "erf.default": _unary("erff({0})"),
+    "erf.default": _unary("k_erff({0})"),
     "atan2.default": _binary("atan2f({0}, {1})", integer=False),
     "fmod.Tensor": _binary("fmodf({0}, {1})", integer=False),
     "fmod.Scalar": _binary("fmodf({0}, {1})", integer=False),
