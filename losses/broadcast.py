@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from torch import Tensor
 
@@ -39,24 +39,26 @@ def expand_to_agents(signals: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return expanded
 
 
-def find_time(time_dim: int | None, batch_dims: int, signals: Mapping[str, Tensor], *, grouped: bool) -> int:
+def find_time(time_dim: int | None, batch_dims: int, signals: Mapping[str, Tensor], *, grouped: Set[str]) -> int:
     """The time axis of signals [*batch, 1] or [*batch, A, 1], counted from the front.
 
     ``time_dim``: of the batch, the last unless given. ``batch_dims``: how many dims the batch has; 0 (plain tensors)
-    takes the lowest rank among the signals to be [*batch, 1]. ``grouped``: a signal's key is nested, as agents are.
-    Raises :class:`SpecError` where all signals have one axis more than the batch and no nested key says that it is
-    that of agents: it could as well be time, of a batch that stops before it.
+    takes the lowest rank among the signals to be [*batch, 1]. ``grouped``: the signals under a group key, as agents are.
+    Raises :class:`SpecError` where all signals have an axis more than the batch, and none of those that have just one
+    stands under a group key, which would make it that of agents: it could as well be time, of a batch that stops
+    before it.
     """
     lowest = min(signals, key=lambda name: signals[name].dim())
     shape = list(signals[lowest].shape)
     dims = batch_dims or len(shape) - 1
     if not dims < len(shape) <= dims + 2:
         raise SpecError(f"{lowest} is {shape} in a batch of {dims} dim(s): expected its dims and a trailing 1")
-    if len(shape) == dims + 2 and not grouped and time_dim is None:
+    alike = {name for name, x in signals.items() if x.dim() == len(shape)}
+    if len(shape) == dims + 2 and not alike & grouped and time_dim is None:
         raise SpecError(
             f"{lowest} is {shape} in a batch {shape[:dims]}: its axis of {shape[dims]} may be time or agents. Give the "
             f"batch its time dim, td.batch_size = {shape[: dims + 1]}; or keep agents under a group key, ('agents', "
-            "'state_value'); or say time_dim"
+            "'reward'); or say time_dim=-1 where the batch's last dim is time already"
         )
     axis = -1 if time_dim is None else time_dim
     if not -dims <= axis < dims:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -137,15 +137,19 @@ class _Estimate(LossTerm):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write both into ``tensordict``."""
-        own = [key[1:] if key[0] == "next" else key for key in self.in_keys if not isinstance(key, str)]
+        names = self._fixed["names"]
+        nested = {name for name, key in zip(names, self.in_keys, strict=True) if _is_nested(key)}
         outputs = self.compute(
-            [tensordict.get(key) for key in self.in_keys],
-            batch_dims=tensordict.batch_dims,
-            grouped=any(len(key) > 1 for key in own),
+            [tensordict.get(key) for key in self.in_keys], batch_dims=tensordict.batch_dims, grouped=nested
         )
         for key, value in zip(self.out_keys, outputs, strict=True):
             tensordict.set(key, value)
         return tensordict
+
+
+def _is_nested(key: Key) -> bool:
+    """Whether a key stands under a group, ``next`` aside."""
+    return not isinstance(key, str) and len(key) > 1 + (key[0] == "next")
 
 
 def _estimate(
@@ -158,7 +162,7 @@ def _estimate(
     kernel: Callable[..., tuple[Tensor, Tensor]],
     names: tuple[str, ...],
     batch_dims: int,
-    grouped: bool,
+    grouped: Set[str],
     time_dim: int | None,
     differentiable: bool,
     average_advantage: bool,

@@ -137,6 +137,13 @@ def test_an_axis_that_could_be_time_or_agents_is_refused_and_can_be_told():
     torch.testing.assert_close(GAE(critic)(td)["advantage"], wanted)
 
 
+def test_agents_in_a_batch_that_stops_before_time_do_not_make_time_out_of_rows():
+    (critic, _), td = of_agents(), team()
+    td.batch_size = td["next"].batch_size = [B]
+    with pytest.raises(SpecError, match=r"reward is \[3, 8, 1\] in a batch \[3\].*Give the batch its time dim"):
+        GAE(critic)(td)
+
+
 @pytest.mark.parametrize(
     "shapes",
     [
