@@ -43,7 +43,7 @@ def find_time(time_dim: int | None, batch_dims: int, signals: Mapping[str, Tenso
     """The time axis of signals [*batch, 1] or [*batch, A, 1], counted from the front.
 
     ``time_dim``: of the batch, the last unless given. ``batch_dims``: how many dims the batch has; 0 (plain tensors)
-    takes the lowest rank among the signals to be [*batch, 1]. ``grouped``: the signals under a group key, as agents are.
+    takes the lowest rank among the signals to be [*batch, 1]. ``grouped``: the signals under a group key, agents'.
     Raises :class:`SpecError` where all signals have an axis more than the batch, and none of those that have just one
     stands under a group key, which would make it that of agents: it could as well be time, of a batch that stops
     before it.
