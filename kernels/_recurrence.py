@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphrl.errors import require_extra
 from graphrl.kernels._eager import inside_transform, plain_eager
 from graphrl.kernels._lib import lib as _native
+from graphrl.kernels._triton import triton_version
 
-__all__ = ["Recurrence", "ends", "extents", "following", "threads_for"]
+__all__ = ["Recurrence", "ends", "extents", "following", "is_plain", "threads_for", "to_front"]
 
 _ops = torch.library.Library("graphrl", "FRAGMENT")  # keeps the registrations alive
 # Below this many elements per thread, waking one costs more than it saves.
@@ -81,7 +81,7 @@ class Recurrence:
 
     def __call__(self, *args: Any) -> Any:
         """The operator on checked arguments, in eager mode, traced or under ``torch.func``."""
-        if plain_eager() and all(not isinstance(x, Tensor) or _plain(x) for x in args):
+        if plain_eager() and all(not isinstance(x, Tensor) or is_plain(x) for x in args):
             return self.forward_cpu(*args)
         if inside_transform():  # refuses the autograd wrapper that torch.library generates
             return self._transformable.apply(*args)
@@ -182,12 +182,7 @@ class Recurrence:
             return (*data, *(x.new_empty(0) for x in coefficients))
         return (*data, *(g.sum() if x.dim() == 0 else g for g, x in zip(grads[n:], coefficients, strict=True)))
 
-    # --- CUDA: triton is imported by the first call, so that importing graphrl does not need it ---
-
-    @cached_property
-    def _triton(self) -> Any:
-        require_extra("triton", "triton")
-        return importlib.import_module(f"graphrl.kernels.{self.name}.triton")
+    # --- CUDA ---
 
     @cached_property
     def _scan(self) -> Any:
@@ -208,7 +203,9 @@ class Recurrence:
         """The operator by the Triton kernel."""
         data, constants, flags, coefficients, time_dim, options = self._split(args, len(self.data))
         out = [torch.empty_like(data[0], memory_format=torch.contiguous_format) for _ in self.outputs]
-        self._launch(self._triton.forward_kernel, (*data, *constants, *flags), coefficients, options, out, time_dim)
+        self._launch(
+            triton_version(self.name).forward_kernel, (*data, *constants, *flags), coefficients, options, out, time_dim
+        )
         return out[0] if len(out) == 1 else tuple(out)
 
     def backward_triton(self, *args: Any) -> tuple[Tensor, ...]:
@@ -219,7 +216,9 @@ class Recurrence:
         out = [torch.empty_like(first, memory_format=torch.contiguous_format) for _ in self.data]
         extra = [torch.empty_like(out[0], dtype=exact) if wants else None for _ in coefficients]
         tensors = (*grads, *read, *constants, *flags)
-        self._launch(self._triton.backward_kernel, tensors, coefficients, options, [*out, *extra], time_dim)
+        self._launch(
+            triton_version(self.name).backward_kernel, tensors, coefficients, options, [*out, *extra], time_dim
+        )
         return self._finish([*out, *(x for x in extra if x is not None)], first.dtype, coefficients)
 
     # --- shape rules ---
@@ -265,18 +264,18 @@ class Recurrence:
     def _vmap(self, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         count = len(self.data) + len(self.constants) + len(self.flags)
         rank, size = args[0].dim() - (in_dims[0] is not None), info.batch_size
-        full = [_to_front(x, d, size, rank) for x, d in zip(args[:count], in_dims, strict=False)]
+        full = [to_front(x, d, size, rank) for x, d in zip(args[:count], in_dims, strict=False)]
         end = count + len(self.coefficients)
         for x, d in zip(args[count:end], in_dims[count:end], strict=True):
             alone = d is None and x.dim() == 0
-            full.append(x if alone else _to_front(x, d, size, rank).expand(full[0].shape))
+            full.append(x if alone else to_front(x, d, size, rank).expand(full[0].shape))
         return self(*full, *args[end:]), 0 if len(self.outputs) == 1 else (0,) * len(self.outputs)
 
     def _backward_vmap(self, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         count = len(args) - 2 - len(self.options)
         tensors, rest, n = args[:count], args[count:], len(self.data)
         rank = args[0].dim() - (in_dims[0] is not None)
-        full = [_to_front(x, d, info.batch_size, rank) for x, d in zip(tensors, in_dims, strict=False)]
+        full = [to_front(x, d, info.batch_size, rank) for x, d in zip(tensors, in_dims, strict=False)]
         first = count - len(self.coefficients)
         full[first:] = [x.expand(full[0].shape) for x in full[first:]]
         out = list(getattr(torch.ops.graphrl, f"{self.name}_backward")(*full, *rest))
@@ -300,12 +299,12 @@ class Recurrence:
         return Transformable
 
 
-def _plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
     """True for an ordinary tensor on the CPU that asks for no gradient now."""
     return type(x) is Tensor and x.is_cpu and not (x.requires_grad and torch.is_grad_enabled())
 
 
-def _to_front(x: Any, dim: int | None, size: int, rank: int) -> Any:
+def to_front(x: Any, dim: int | None, size: int, rank: int) -> Any:
     """``x`` with its mapped dimension first, or expanded to have one; 0-d coefficients grow to ``rank`` dimensions."""
     if x is None:
         return None

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphrl.errors import SpecError, require_extra
+from graphrl.errors import SpecError
 from graphrl.kernels._checks import accumulate_dtype, as_coefficient, as_flag, check_same_shape, common_float_dtype
 from graphrl.kernels._eager import inside_transform
 from graphrl.kernels._lib import lib as _native
+from graphrl.kernels._triton import triton_version
 
 __all__ = ["categorical_projection"]
 
@@ -114,20 +114,12 @@ def _cpu(x: Tensor, reward: Tensor, terminated: Tensor, discount: Tensor, suppor
     return out.to(x.dtype)
 
 
-# --- CUDA: triton is imported by the first call, so that importing graphrl does not need it ---
-
-
-@cache
-def _triton() -> Any:
-    require_extra("triton", "triton")
-    from graphrl.kernels.categorical_projection import triton
-
-    return triton
+# --- CUDA ---
 
 
 def _cuda(x: Tensor, *args: Any) -> Tensor:
     with torch.cuda.device_of(x):
-        return _triton().categorical_projection(x, *args)
+        return triton_version("categorical_projection").categorical_projection(x, *args)
 
 
 # --- shape rule, autograd and batching ---

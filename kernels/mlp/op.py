@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphrl.errors import SpecError, require_extra
+from graphrl.errors import SpecError
 from graphrl.kernels._checks import FLOATS
+from graphrl.kernels._triton import triton_version
 from graphrl.kernels.mlp.reference import ACTIVATIONS, mlp_reference
 
 __all__ = ["MAX_WIDTH", "mlp_forward"]
@@ -63,17 +63,9 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
         raise SpecError(f"mlp_forward: a layer is {widest} wide, expected at most {MAX_WIDTH}")
 
 
-@cache
-def _triton() -> Any:
-    require_extra("triton", "triton")
-    from graphrl.kernels.mlp import triton
-
-    return triton
-
-
 def _cuda(x: Tensor, *args: Any) -> Tensor:
     with torch.cuda.device_of(x):
-        return _triton().mlp_forward(x, *args)
+        return triton_version("mlp").mlp_forward(x, *args)
 
 
 def _fake(x: Tensor, weights: Sequence[Tensor], *_: Any) -> Tensor:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphrl.errors import SpecError, require_extra
+from graphrl.errors import SpecError
 from graphrl.kernels._checks import as_coefficient, as_flag, check_same_shape, check_time_dim, common_float_dtype
 from graphrl.kernels._eager import inside_transform, plain_eager
 from graphrl.kernels._lib import lib as _native
-from graphrl.kernels._recurrence import _plain, _to_front, extents
+from graphrl.kernels._recurrence import extents, is_plain, to_front
+from graphrl.kernels._triton import triton_version
 from graphrl.kernels.n_step.doubling import n_step_by_doubling
 
 __all__ = ["n_step_return"]
@@ -116,25 +116,17 @@ def _backward_cpu(grad: Tensor, *args: Any) -> Tensor:
     return grad_reward.to(grad.dtype)
 
 
-# --- CUDA: triton is imported by the first call, so that importing graphrl does not need it ---
-
-
-@cache
-def _triton() -> Any:
-    require_extra("triton", "triton")
-    from graphrl.kernels.n_step import triton
-
-    return triton
+# --- CUDA ---
 
 
 def _forward_cuda(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     with torch.cuda.device_of(args[0]):
-        return _triton().forward(*args)  # type: ignore[no-any-return]
+        return triton_version("n_step").forward(*args)  # type: ignore[no-any-return]
 
 
 def _backward_cuda(*args: Any) -> Tensor:
     with torch.cuda.device_of(args[0]):
-        return _triton().backward(*args)  # type: ignore[no-any-return]
+        return triton_version("n_step").backward(*args)  # type: ignore[no-any-return]
 
 
 # --- shape rules ---
@@ -178,7 +170,7 @@ def _backward(ctx: Any, grad: Tensor, grad_discount: Tensor, _: Any) -> tuple[Te
 
 def _in_front(info: Any, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> list[Any]:
     rank = args[0].dim() - (in_dims[0] is not None)
-    full = [_to_front(x, d, info.batch_size, rank) for x, d in zip(args[:5], in_dims, strict=False)]
+    full = [to_front(x, d, info.batch_size, rank) for x, d in zip(args[:5], in_dims, strict=False)]
     alone = in_dims[3] is None and args[3].dim() == 0
     full[3] = args[3] if alone else full[3].expand(full[0].shape)
     return [*full, *args[5:]]
@@ -205,7 +197,7 @@ class _Transformable(torch.autograd.Function):
 
 
 def _apply(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if plain_eager() and all(not isinstance(x, Tensor) or _plain(x) for x in args):
+    if plain_eager() and all(not isinstance(x, Tensor) or is_plain(x) for x in args):
         return _forward_cpu(*args)
     found = _Transformable.apply(*args) if inside_transform() else torch.ops.graphrl.n_step_return(*args)
     return found  # type: ignore[no-any-return]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphrl.errors import SpecError, require_extra
+from graphrl.errors import SpecError
 from graphrl.kernels._eager import plain_eager
 from graphrl.kernels._lib import lib as _native
+from graphrl.kernels._triton import triton_version
 from graphrl.kernels.sum_tree.layout import level_offsets
 
 __all__ = ["sum_tree_search", "sum_tree_update"]
@@ -171,27 +171,19 @@ def _updated(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) -> 
     return leaves, inner
 
 
-# --- CUDA: triton is imported by the first call, so that importing graphrl does not need it ---
-
-
-@cache
-def _triton() -> Any:
-    require_extra("triton", "triton")
-    from graphrl.kernels.sum_tree import triton
-
-    return triton
+# --- CUDA ---
 
 
 def _update_cuda(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) -> None:
     _capacity(leaves, inner)
     with torch.cuda.device_of(leaves):
-        _triton().update(leaves, inner, index, priority)
+        triton_version("sum_tree").update(leaves, inner, index, priority)
 
 
 def _search_cuda(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int) -> tuple[Tensor, Tensor]:
     _capacity(leaves, inner)
     with torch.cuda.device_of(leaves):
-        found: tuple[Tensor, Tensor] = _triton().search(leaves, inner, prefix, strata)
+        found: tuple[Tensor, Tensor] = triton_version("sum_tree").search(leaves, inner, prefix, strata)
         return found
 
 

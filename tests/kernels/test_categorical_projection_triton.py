@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreted import needs_triton, run_interpreted
 from test_categorical_projection import DTYPES, random_update, rounding
 
 from graphrl.kernels import categorical_projection
 from graphrl.kernels.categorical_projection.reference import categorical_projection_reference
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
 CASES = [  # leading shape, atoms, uniform
     ((1,), 2, True),
     ((7,), 51, True),
     ((3, 5), 21, False),
-    ((40,), 11, True),
-    ((5,), 70, False),
+    ((17,), 11, True),
+    ((3,), 70, False),
     ((0,), 51, True),
 ]
 
@@ -35,11 +28,11 @@ def judge(u, weight):
 
 
 def compare_interpreted() -> None:
-    """Runs in a subprocess: TRITON_INTERPRET must be set before triton is imported."""
+    """Runs in the interpreter."""
     from graphrl.kernels.categorical_projection.triton import categorical_projection as kernel
 
     for i, (lead, atoms, uniform) in enumerate(CASES):
-        for dtype in DTYPES[: 4 if i < 3 else 2]:
+        for dtype in DTYPES[: 4 if i < 2 else 2]:
             u = random_update(lead, atoms, dtype, uniform, per_row=i % 2 == 1)
             u.next_probs.masked_fill_(u.terminated, float("nan"))
             weight = torch.randn(*lead, atoms).to(dtype)
@@ -61,9 +54,7 @@ def compare_interpreted() -> None:
 
 @needs_triton
 def test_interpreted_kernel_equals_the_float64_reference():
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(__file__)
 
 
 @needs_triton
@@ -112,5 +103,4 @@ def test_gpu_equals_the_float64_reference_and_leaves_the_stream_alone(lead, atom
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     compare_interpreted()

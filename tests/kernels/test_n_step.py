@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
-import sys
-from pathlib import Path
+import itertools
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import copy_of_library, only_x86
 from tensordict import TensorDict
 from torch.fx.experimental.proxy_tensor import make_fx
 from trajectories import random_trajectory
@@ -19,6 +16,7 @@ from trajectories import random_trajectory
 import graphrl as grl
 from graphrl.errors import SpecError
 from graphrl.kernels import gae, n_step_return
+from graphrl.kernels.n_step import op as n_step_op
 from graphrl.kernels.n_step.reference import n_step_reference
 
 OP, BACKWARD = torch.ops.graphrl.n_step_return.default, torch.ops.graphrl.n_step_return_backward.default
@@ -337,21 +335,16 @@ def test_registration_passes_torchs_own_checks(kind):
     torch.library.opcheck(BACKWARD, (reward.detach(), *hidden), test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 has several versions")
-def test_smallest_instruction_set_equals_the_reference():
-    code = """
-import torch
-from test_n_step import arguments, n_step_reference, n_step_return
-for shape, time_dim in (((1, 520, 1), 1), ((40, 9), 0)):
-    for dtype in (torch.float32, torch.float64):
-        for n in (3, torch.randint(1, 9, shape)):
+@only_x86
+def test_smallest_instruction_set_equals_the_reference(monkeypatch, tmp_path):
+    monkeypatch.setattr(n_step_op, "_native", copy_of_library(tmp_path, monkeypatch))
+    monkeypatch.setenv("GRAPHRL_ISA", "base")
+    for shape, time_dim in (((1, 520, 1), 1), ((40, 9), 0)):
+        for dtype, n in itertools.product((torch.float32, torch.float64), (3, torch.randint(1, 9, shape))):
             results = []
             for function in (n_step_return, n_step_reference):
                 reward, done, terminated = arguments(shape, dtype)
-                out = function(reward.requires_grad_(), done, terminated, .99, n, time_dim=time_dim)
+                out = function(reward.requires_grad_(), done, terminated, 0.99, n, time_dim=time_dim)
                 results.append((*out, *torch.autograd.grad(out[0].square().sum(), reward)))
-            for x, y in zip(*results):
+            for x, y in zip(*results, strict=True):
                 torch.testing.assert_close(x.double(), y.double(), rtol=1e-4, atol=1e-4)
-"""
-    environment = os.environ | {"GRAPHRL_ISA": "base"}
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent, env=environment, timeout=300)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreted import needs_triton, run_interpreted
 from trajectories import random_trajectory
 
 from graphrl.kernels import n_step_return
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 CASES = [  # shape, time_dim, dtype, gamma per step, horizons
     ((3, 7, 1), -2, torch.float32, False, False),
@@ -26,7 +19,7 @@ CASES = [  # shape, time_dim, dtype, gamma per step, horizons
 
 
 def compare_interpreted() -> None:
-    """Runs in a subprocess: TRITON_INTERPRET must be set before triton is imported."""
+    """Runs in the interpreter."""
     from graphrl.kernels.n_step.triton import backward, forward
 
     for shape, time_dim, dtype, per_step, horizons in CASES:
@@ -46,9 +39,7 @@ def compare_interpreted() -> None:
 
 @needs_triton
 def test_interpreted_kernels_equal_the_cpu_version():
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(__file__)
 
 
 @needs_triton
@@ -96,5 +87,4 @@ def test_gpu_equals_cpu_and_leaves_the_stream_alone(shape, time_dim, dtype):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     compare_interpreted()

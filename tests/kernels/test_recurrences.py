@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
-from pathlib import Path
+import itertools
 
 import pytest
 import torch
 from families import FAMILIES
+from instruction_sets import copy_of_library, only_x86
 
 from graphrl.errors import SpecError
-from graphrl.kernels import _lib, _recurrence
+from graphrl.kernels import _recurrence
 
 SHAPES = [
     ((1, 1, 1), -2),
@@ -218,23 +217,28 @@ def test_non_finite_values_stay_on_their_side_of_a_cut(family, shape, time_dim, 
         assert not found.narrow(time_dim, 300, 1).isfinite().any()
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 has several versions")
-@pytest.mark.parametrize("isa", ["base", "avx2"])
-def test_every_instruction_set_equals_the_reference(isa, monkeypatch, tmp_path):
-    # The library asks once: a copy of it asks again.
-    copy = shutil.copy(_lib._find(), tmp_path)
-    monkeypatch.setenv("GRAPHRL_ISA", isa)
-    monkeypatch.setattr(_lib, "_find", lambda: Path(copy))
-    monkeypatch.setattr(_recurrence, "_native", _lib._load())
+@only_x86
+def test_every_instruction_set_equals_the_reference(monkeypatch, tmp_path):
+    versions = {}
+    for isa in ("base", "avx2"):
+        (tmp_path / isa).mkdir()
+        versions[isa] = copy_of_library(tmp_path / isa, monkeypatch)
     for family in FAMILIES.values():
         for shape, time_dim in (((13, 530, 1), 1), ((1, 600, 1), 1), ((20, 9), 0), ((5, 20, 3, 1), 1)):
-            for dtype in (torch.float32, torch.float64):
-                results = []
-                for function in (family, family.judge):
-                    arguments = family.draw(shape, dtype)
-                    leaves = family.leaves(arguments)
-                    out = function(arguments, time_dim)
-                    results.append((*out, *torch.autograd.grad(out[0].square().sum(), leaves)))
-                for x, y in zip(*results, strict=True):
+            drawn = family.draw(shape, torch.float32)
+            wanted = _values_and_gradients(family, family.judge, drawn, torch.float64, time_dim)
+            for isa, dtype in itertools.product(versions, (torch.float32, torch.float64)):
+                monkeypatch.setenv("GRAPHRL_ISA", isa)
+                monkeypatch.setattr(_recurrence, "_native", versions[isa])
+                found = _values_and_gradients(family, family, drawn, dtype, time_dim)
+                for x, y in zip(found, wanted, strict=True):
                     scale = y.abs().max()
-                    torch.testing.assert_close(x.double() / scale, y.double() / scale, rtol=1e-4, atol=1e-5)
+                    torch.testing.assert_close(x.double() / scale, y / scale, rtol=1e-4, atol=1e-5)
+
+
+def _values_and_gradients(family, function, drawn, dtype, time_dim):
+    floats = (x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in drawn.values())
+    arguments = dict(zip(drawn, floats, strict=True))
+    leaves = family.leaves(arguments)
+    out = function(arguments, time_dim)
+    return [*out, *torch.autograd.grad(out[0].square().sum(), leaves)]

@@ -94,9 +94,24 @@ def test_maximum_and_minimum_are_of_the_present_leaves():
     assert tree.max == 1 and tree.min == 1 and tree.total == 1
 
 
-def test_weights_of_a_small_tree():
-    tree = built([1.0, 1.0, 4.0])
-    assert (tree.min / tree[torch.arange(3)]).tolist() == [1, 1, 0.25]
+def test_a_new_item_takes_the_present_maximum_as_it_is():
+    """The leaf is the priority to the power alpha already: alpha .5 makes 4 of 16, and the new item's is not 2."""
+    tree = built([16.0**0.5, 0.0, 0.0])
+    tree.update(1, tree.max)
+    assert tree[1] == 4
+    tree.update([0, 1], 1.0)
+    tree.update(2, tree.max)
+    assert tree[2] == 1
+
+
+@pytest.mark.parametrize(("priority", "weights"), [([1.0, 1.0, 4.0], [1, 1, 0.25]), ([2.0, 2.0, 2.0], [1, 1, 1])])
+def test_importance_weights_are_those_of_the_paper(priority, weights):
+    """w = (N P)^-beta over its maximum, here with beta 1; N and the sum cancel."""
+    tree = built(priority)
+    found = tree[torch.arange(3)]
+    unscaled = (len(tree) * found / tree.total) ** -1.0
+    assert (tree.min / found).tolist() == weights
+    torch.testing.assert_close(tree.min / found, unscaled / unscaled.max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

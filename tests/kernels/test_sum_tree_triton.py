@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreted import needs_triton, run_interpreted
 
 from graphrl.kernels import SumTree
 from graphrl.kernels.sum_tree.op import _search_cpu, _update_cpu
 from graphrl.kernels.sum_tree.reference import sum_tree_search_reference, sum_tree_update_reference
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
 
 def compare_interpreted() -> None:
-    """Runs in a subprocess: TRITON_INTERPRET must be set before triton is imported."""
+    """Runs in the interpreter."""
     from graphrl.kernels.sum_tree.triton import search, update
 
     torch.manual_seed(0)
@@ -61,9 +55,7 @@ def refusals(tree: SumTree, search, update) -> None:
 
 @needs_triton
 def test_interpreted_kernels_equal_cpu_and_reference():
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(__file__)
 
 
 ONE = {"count": 1, "capacity": 1, "width": 8, "leaves_of_node": 1, "below": 0, "at": 0, "strata": 1, "levels": 0}

@@ -50,7 +50,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize(
     ("spelling", "shared", "products"),
-    [("LossGraph", False, 9), ("KeyedGraph", False, 9), ("KeyedGraph", True, 5), ("LossGraph of nodes", True, 5)],
+    [("LossGraph", True, 5), ("KeyedGraph", False, 9), ("LossGraph of nodes", True, 5)],
 )
 def test_roots_are_valued_once_for_estimator_and_loss(spelling, shared, products):
     """Separate: three products each for policy, root values, next values; shared: two trunks and three heads.

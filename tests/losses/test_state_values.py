@@ -50,6 +50,15 @@ def test_a_missing_last_observation_leaks_into_no_other_step_and_no_gradient(bro
     assert all(buffer.isfinite().all() for buffer in critic.buffers())
 
 
+def test_a_missing_last_observation_leaks_into_no_gradient_of_a_program():
+    critic = linear()
+    td = steps([0.5, 0.5], [0.5, NAN], [1, 1], done=[0, 1], terminated=[0, 1])
+    fast = grl.compile(GAE(critic, gamma=0.9, lmbda=0.9, differentiable=True), backend="eager", strict=True)
+    advantage = fast(td)["advantage"]
+    advantage.sum().backward()
+    assert advantage.isfinite().all() and all(p.grad.isfinite().all() for p in critic.parameters())
+
+
 def test_a_missing_observation_at_a_time_limit_is_not_hidden():
     td = steps([0.5, 0.5], [0.5, NAN], [1, 1], done=[0, 1])
     assert not TD0Estimator(identity())(td)["advantage"][1].isfinite().any()
