@@ -245,8 +245,9 @@ def common_leading(tensors: Sequence[Tensor]) -> list[int]:
 def missing_key(graph: TensorDictModuleBase, key: Key, found: TensorDictBase, called: str) -> KeyMissingError:
     """The error for a TensorDict, ``called`` an example or a batch, that lacks a key the graph reads."""
     present = list(found.keys(True, True))
+    why = getattr(graph, "why_needed", lambda key: "")(key)
     return KeyMissingError(
-        f"{type(graph).__name__} reads {key!r}, but the {called} has {present}.{did_you_mean(key, present)}"
+        f"{type(graph).__name__} reads {key!r}, but the {called} has {present}.{did_you_mean(key, present)}{why}"
     )
 
 

@@ -44,8 +44,14 @@ def _shapes(tensordict: TensorDictBase, keys: Iterable[Key]) -> str:
 
 def missing_key(graph: KeyedGraph, key: Key, tensordict: TensorDictBase) -> KeyMissingError:
     """The error for a key that a node reads and the batch lacks: which node, what is there, and the nearest name."""
-    index, node = next((name, node) for name, node in graph.nodes.items() if key in normalize_keys(node.in_keys))
     present = list(tensordict.keys(True, True))
+    readers = ((name, node) for name, node in graph.nodes.items() if key in normalize_keys(node.in_keys))
+    index, node = next(readers, (None, graph))
+    if index is None:
+        return KeyMissingError(
+            f"the graph was built on a node that read {key!r}, and none does now: change the keys of nodes before they "
+            "are joined, or build the graph anew"
+        )
     near = did_you_mean(key, present)
     fix = ""
     if near and isinstance(key, str):

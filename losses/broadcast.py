@@ -51,6 +51,10 @@ def find_time(time_dim: int | None, batch_dims: int, signals: Mapping[str, Tenso
     lowest = min(signals, key=lambda name: signals[name].dim())
     shape = list(signals[lowest].shape)
     dims = batch_dims or len(shape) - 1
+    if not dims:
+        raise SpecError(
+            f"{lowest} is {shape}, one step without a time dim: expected [*B, T, 1]; td.unsqueeze(0) adds it"
+        )
     if not dims < len(shape) <= dims + 2:
         raise SpecError(f"{lowest} is {shape} in a batch of {dims} dim(s): expected its dims and a trailing 1")
     alike = {name for name, x in signals.items() if x.dim() == len(shape)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class LossTerm(TensorDictModule):
 
     def __init__(self, function: Callable[..., Any], in_keys: Any, out_keys: Any, **options: Any) -> None:
         super().__init__(function, in_keys=normalize_keys(in_keys), out_keys=normalize_keys(out_keys))
+        self._first = (self.in_keys, self.out_keys)
         self._fixed: dict[str, Any] = {}
         self._live: list[str] = []
         for name, value in options.items():
@@ -86,9 +88,8 @@ class LossTerm(TensorDictModule):
         return tensordict
 
     def replace_keys(self, mapping: Mapping[Key, Key]) -> None:
-        """Read and write under other keys from now on."""
-        self.in_keys = [mapping.get(key, key) for key in normalize_keys(self.in_keys)]
-        self.out_keys = [mapping.get(key, key) for key in normalize_keys(self.out_keys)]
+        """Read and write under other keys from now on; ``mapping``: from the keys it was made with."""
+        self.in_keys, self.out_keys = ([mapping.get(key, key) for key in normalize_keys(keys)] for keys in self._first)
 
     def option(self, name: str) -> Tensor:
         """The live buffer or parameter behind an option."""
@@ -118,18 +119,26 @@ class SettableKeys(KeyedGraph):
 
     def set_keys(self, **keys: Key) -> None:
         """Change the key of each named role, in place. Raises :class:`GraphError` for a role that does not exist."""
-        mapping = {}
-        for role, key in keys.items():
-            if role not in self.tensor_keys:
-                known = list(self.tensor_keys)
+        known = list(self.tensor_keys)
+        for role in keys:
+            if role not in known:
                 raise GraphError(f"set_keys: no role {role!r}; roles are {known}.{did_you_mean(role, known)}")
-            mapping[self._place(role, self.tensor_keys[role])] = self._place(role, normalize_key(key))
-        for node in self.nodes.values():
-            replace = getattr(node, "replace_keys", None)
-            if callable(replace):
-                replace(mapping)
+        if "value" in keys and normalize_key(keys["value"]) != self.tensor_keys["value"]:
+            raise GraphError(
+                f"set_keys: the critic writes its value as {self.tensor_keys['value']!r}; to change it, build the "
+                f"critic with value_key={keys['value']!r}"
+            )
+        first = self.__dict__.setdefault("_first_keys", self.tensor_keys)  # two roles may share a key, and part again
+        before = {self._place(role, self.tensor_keys[role]): role for role in known}
         self.tensor_keys = {**self.tensor_keys, **{role: normalize_key(key) for role, key in keys.items()}}
-        self._connect([mapping.get(key, key) for key in self.out_keys])
+        now = {role: self._place(role, key) for role, key in self.tensor_keys.items()}
+        mapping = {self._place(role, key): now[role] for role, key in first.items()}
+        for name, node in self.nodes.items():
+            if callable(getattr(node, "replace_keys", None)):
+                self.nodes[name] = node = copy(node)  # a graph that shares the node keeps its keys
+                node._modules = dict(node._modules)
+                node.replace_keys(mapping)
+        self._connect([now[before[key]] if key in before else key for key in self.out_keys])
 
     def _place(self, role: str, key: Key) -> Key:
         """Where a role's key is read from."""
@@ -188,7 +197,9 @@ class LossGraph(SettableKeys):
         """A new loss with just the nodes needed for ``out_keys``; weights are shared. As :meth:`KeyedGraph.select`."""
         cut = super().select(out_keys, in_keys)
         keys = cut.out_keys if out_keys is not None else [key for key in cut.out_keys if key in self.out_keys]
-        return LossGraph(dict(cut.nodes.items()), out_keys=keys, tensor_keys=self.tensor_keys).train(self.training)
+        loss = LossGraph(dict(cut.nodes.items()), out_keys=keys, tensor_keys=self.tensor_keys)
+        loss.__dict__["_first_keys"] = self.__dict__.get("_first_keys", self.tensor_keys)
+        return loss.train(self.training)
 
     def rename(self, mapping: Mapping[Key, Key] | None = None, **names: Key) -> LossGraph:
         """A new loss that reads and writes under other names. As :meth:`KeyedGraph.rename`."""

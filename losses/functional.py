@@ -161,7 +161,8 @@ def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
 def normalize_advantage(advantage: Tensor, mask: Tensor | None = None) -> Tensor:
     """Advantages with mean 0 and standard deviation 1 over the whole batch, or over the steps that ``mask`` keeps.
 
-        (A - mean(A)) / max(std(A), 1e-6),   std with n - 1, as PPO implementations have it; a lone advantage gives 0
+        (A - mean(A)) / max(std(A), 1e-6),   std with n - 1, as PPO implementations have it; 0 for a lone
+        advantage, and where all are one number but for rounding, std(A) <= 4 eps |mean(A)|
 
     advantage: [*B, 1]; returns the same shape, gradient flows. mask: bool of that shape; what it leaves out, NaN or
     not, takes no part and becomes 0. Raises :class:`SpecError` for a mask of another shape.
@@ -169,11 +170,17 @@ def normalize_advantage(advantage: Tensor, mask: Tensor | None = None) -> Tensor
     if not advantage.numel():
         return advantage
     if mask is None:
-        std = advantage.std(correction=1 if advantage.numel() > 1 else 0)
-        return (advantage - advantage.mean()) / std.clamp_min(1e-6)
+        mean, std = advantage.mean(), advantage.std(correction=1 if advantage.numel() > 1 else 0)
+        return _scaled(advantage - mean, mean, std)
     require_same_shape(advantage=advantage, mask=mask)
     kept = torch.where(mask, advantage, 0.0)
     count = mask.sum()
-    centred = torch.where(mask, kept - kept.sum() / count.clamp_min(1), 0.0)
+    mean = kept.sum() / count.clamp_min(1)
+    centred = torch.where(mask, kept - mean, 0.0)
     variance = centred.square().sum() / (count - 1).clamp_min(1)
-    return centred / variance.clamp_min(1e-12).sqrt()
+    return _scaled(centred, mean, variance.clamp_min(1e-12).sqrt())
+
+
+def _scaled(centred: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    noise = 4 * torch.finfo(std.dtype).eps * mean.abs()  # what rounding leaves of equal numbers
+    return torch.where(std <= noise, 0.0, centred / std.clamp_min(1e-6))

@@ -22,7 +22,8 @@ class EvaluateAction(TensorDictModuleBase):
     def __init__(self, actor: Any, action_key: Key, out_keys: tuple[Key, Key]) -> None:
         super().__init__()
         self.actor = actor
-        self.in_keys = [*normalize_keys(actor.in_keys), normalize_key(action_key)]
+        self._first = normalize_key(action_key)
+        self.in_keys = [*normalize_keys(actor.in_keys), self._first]
         self.out_keys = list(out_keys)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -46,8 +47,8 @@ class EvaluateAction(TensorDictModuleBase):
         return tensordict
 
     def replace_keys(self, mapping: Mapping[Key, Key]) -> None:
-        """Read the action under another key from now on."""
-        self.in_keys = [*self.in_keys[:-1], mapping.get(self.in_keys[-1], self.in_keys[-1])]
+        """Read the action under another key from now on; ``mapping``: from the key it had first."""
+        self.in_keys = [*self.in_keys[:-1], mapping.get(self._first, self._first)]
 
 
 def evaluate_action(

@@ -78,7 +78,8 @@ class StateValues(TensorDictModuleBase):
         if shifted and self.memory is not None and not self.memory.walks:
             raise GraphError("shifted=True calls a recurrent critic along the rows: give it nodes with over_time()")
         self.followed = [key for key in self.critic_keys if self.memory is None or key not in self.memory.keys]
-        self.flags = [normalize_key(key) for key in (terminated_key, mask_key) if key is not None]
+        self._first = [normalize_key(key) for key in (terminated_key, mask_key) if key is not None]
+        self.flags = list(self._first)
         self._read()
         self.out_keys = [self.value_key, next_key(self.value_key)]
 
@@ -86,8 +87,8 @@ class StateValues(TensorDictModuleBase):
         self.in_keys = [*self.critic_keys, *map(next_key, self.followed), *self.flags]
 
     def replace_keys(self, mapping: Mapping[Key, Key]) -> None:
-        """Read the flags under other keys from now on."""
-        self.flags = [mapping.get(key, key) for key in self.flags]
+        """Read the flags under other keys from now on; ``mapping``: from the keys they had first."""
+        self.flags = [mapping.get(key, key) for key in self._first]
         self._read()
 
     def why_needed(self, key: Key) -> str:
@@ -95,7 +96,7 @@ class StateValues(TensorDictModuleBase):
         if key not in map(next_key, self.followed):
             return ""
         return (
-            f". V(next) needs {key!r}, the state that the step itself led to: at a time limit the next row already "
+            f" V(next) needs {key!r}, the state that the step itself led to: at a time limit the next row already "
             "belongs to a new episode, and nothing is put in its place. Let the collector keep it under 'next'"
         )
 
@@ -117,6 +118,11 @@ class StateValues(TensorDictModuleBase):
         """What the critic reads, in batches of its own: it may write into them what it likes."""
         terminated, *masks = (tensordict.get(key) for key in self.flags)
         size = tensordict.batch_size or terminated.shape[:-1]  # plain tensors come without
+        if not size:
+            raise SpecError(
+                f"{self.flags[0]!r} is {list(terminated.shape)}, one step without a time dim: expected [*B, T, 1]; "
+                "td.unsqueeze(0) adds it"
+            )
         dims, time = len(size), -1 if self.time_dim is None else self.time_dim
 
         def unused(shape: torch.Size, *flags: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class ValueEstimator(SettableKeys):
     Reads what ``critic`` reads, the same under ``next`` (what a recurrent critic carries excepted), and
     ``("next", "reward"|"done"|"terminated")``: [*B, T, 1]. Writes the critic's ``state_value``, its ``("next", ...)``,
     ``advantage`` and ``value_target``: [*B, T, 1]; with agents, [*B, T, A, 1] beside what the team shares,
-    see :func:`expand_to_agents`. Keys are settable by role: ``set_keys(reward=("agents", "reward"))``.
+    see :func:`expand_to_agents`. Keys are set by role, without ``next``: ``set_keys(reward=("agents", "reward"))``.
 
     ``differentiable``: gradient reaches the critic through both values, the rewards, and discounts given as parameters.
     ``shifted``: one critic call over T + 1 states, see :class:`StateValues`. ``skip_existing``: the values are in the
@@ -88,15 +88,6 @@ class ValueEstimator(SettableKeys):
         self.tensor_keys = {**{role: role for role in roles}, "value": value_key}
         if mask_key is not None:
             self.tensor_keys["mask"] = normalize_key(mask_key)
-
-    def set_keys(self, **keys: Key) -> None:
-        """Change the keys of roles, in place; ``reward``, ``done``, ``terminated`` are given without ``next``."""
-        if "value" in keys and normalize_key(keys["value"]) != self.tensor_keys["value"]:
-            raise GraphError(
-                f"set_keys: the critic writes its value as {self.tensor_keys['value']!r}; to change it, build the "
-                f"critic with value_key={keys['value']!r}"
-            )
-        super().set_keys(**keys)
 
     def why_needed(self, key: Key) -> str:
         """What a message adds where the batch lacks ``key``."""

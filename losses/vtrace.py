@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -88,7 +89,8 @@ class ImportanceRatio(TensorDictModuleBase):
     def __init__(self, actor: Any, *, mask_key: Key | None = None) -> None:
         super().__init__()
         self.policy = evaluate_action(actor, out_keys=(_LOG_PROB, DISCARD))
-        self.keys = [action_keys_of(actor)[1], *([] if mask_key is None else [normalize_key(mask_key)])]
+        self._first = [action_keys_of(actor)[1], *([] if mask_key is None else [normalize_key(mask_key)])]
+        self.keys = list(self._first)
         self.in_keys, self.out_keys = [*self.policy.in_keys, *self.keys], [_RATIO]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -111,7 +113,8 @@ class ImportanceRatio(TensorDictModuleBase):
         return tensordict
 
     def replace_keys(self, mapping: Mapping[Key, Key]) -> None:
-        """Read the action, its log-probability and the mask under other keys from now on."""
+        """Read all but the actor's own inputs under other keys from now on; ``mapping``: from those of first."""
+        self.policy = copy(self.policy)
         self.policy.replace_keys(mapping)
-        self.keys = [mapping.get(key, key) for key in self.keys]
+        self.keys = [mapping.get(key, key) for key in self._first]
         self.in_keys = [*self.policy.in_keys, *self.keys]

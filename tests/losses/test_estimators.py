@@ -160,8 +160,9 @@ def test_keys_are_set_by_role(kind):
 def test_a_lost_final_observation_is_said_to_be_lost(kind):
     td = batch()
     del td["next", "observation"]
-    for graph in (ESTIMATORS[kind](critic_of()), grl.KeyedGraph(ESTIMATORS[kind](critic_of()))):
-        with pytest.raises(KeyMissingError, match="V\\(next\\) needs .*time limit.*Let the collector keep it"):
+    estimator = ESTIMATORS[kind](critic_of())
+    for graph in (estimator, grl.KeyedGraph(estimator), grl.compile(estimator, backend="eager")):
+        with pytest.raises(KeyMissingError, match="[?.] V\\(next\\) needs .*time limit.*Let the collector keep it"):
             graph(td)
 
 

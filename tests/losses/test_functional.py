@@ -133,3 +133,13 @@ def test_normalized_advantage_has_mean_zero_and_unit_deviation():
         1, rel=1e-5
     )
     assert normalize_advantage(torch.ones(1, 1)).item() == 0.0 and normalize_advantage(torch.ones(4, 1)).sum() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("constant", [3.3, -1234.567, 1e-3, 0.0])
+def test_equal_advantages_are_worth_nothing_whatever_rounding_leaves(constant, dtype):
+    advantage = torch.full((7, 13, 1), constant, dtype=dtype, requires_grad=True)
+    for mask in (None, torch.rand(7, 13, 1) < 0.7):
+        out = normalize_advantage(advantage, mask)
+        assert out.abs().max() < 1e-6
+        assert torch.autograd.grad(out.sum(), advantage)[0].isfinite().all()

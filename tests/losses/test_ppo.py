@@ -163,6 +163,21 @@ def test_keys_can_be_set_by_role():
     assert torch.equal(loss(td)["loss_objective"], expected)
 
 
+def test_keys_of_a_cut_loss_are_its_own():
+    loss, td = PPOLoss(GaussianActor(3, 2), ValueCritic(3)), batch(GaussianActor(3, 2))
+    expected = loss(td)["loss_critic"]
+    cut = loss.select("loss_critic")
+    cut.set_keys(value_target="ret")
+    assert torch.equal(loss(td)["loss_critic"], expected)
+    td["ret"] = td["value_target"] + 1
+    assert not torch.equal(cut(td)["loss_critic"], expected)
+    cut.set_keys(value_target="value_target")
+    assert torch.equal(cut(td)["loss_critic"], expected)
+    assert cut.term("value_error").option("critic_coeff") is loss.critic_coeff
+    with pytest.raises(GraphError, match="build the critic with value_key"):  # it would train on the batch's values
+        loss.set_keys(value="v")
+
+
 def test_agents_keep_their_dimension():
     actor = GaussianActor(3, 2, in_keys=[("agents", "observation")], action_key=("agents", "action"))
     critic = ValueCritic(3, in_keys=[("agents", "observation")], value_key=("agents", "state_value"))

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollouts import identity, rollout, steps
+from rollouts import identity, rollout, steps, with_policy
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 from graphrl.errors import GraphError, KeyMissingError, SpecError
+from graphrl.graph import KeyedGraph
 from graphrl.losses import GAE, VTrace
 from graphrl.models import GaussianActor, ValueCritic
 
@@ -206,3 +207,36 @@ def test_equals_torchrl(average):
     ours = GAE(critic, gamma=0.97, lmbda=0.9, average_gae=average)(td.clone())
     for key in ("advantage", "value_target", "state_value"):
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-5)
+
+
+def test_two_roles_may_share_a_key_swap_and_part_again():
+    td, critic, actor = with_policy(rollout(), GaussianActor(3, 2)), ValueCritic(3), GaussianActor(3, 2)
+    for estimator in (GAE(critic), VTrace(critic, actor)):
+        wanted = estimator(td.clone())["advantage"]
+        estimator.set_keys(terminated="done")
+        assert not torch.equal(estimator(td.clone())["advantage"], wanted)
+        estimator.set_keys(terminated="terminated")
+        assert torch.equal(estimator(td.clone())["advantage"], wanted)
+        estimator.set_keys(terminated="done", done="terminated")
+        swapped = td.clone()
+        swapped["next", "done"], swapped["next", "terminated"] = td["next", "terminated"], td["next", "done"]
+        assert torch.equal(estimator(swapped)["advantage"], wanted)
+
+
+def test_a_key_set_after_a_graph_was_built_on_it_is_said_to_be():
+    estimator = GAE(ValueCritic(3))
+    graph = KeyedGraph(estimator)
+    estimator.set_keys(reward="prize")
+    td = rollout()
+    td["next"].rename_key_("reward", "prize")
+    with pytest.raises(KeyMissingError, match="before they are joined"):
+        graph(td)
+    assert KeyedGraph(estimator)(td)["advantage"].shape == (3, 8, 1)
+
+
+def test_a_single_step_without_time_is_refused():
+    for estimator in (GAE(identity()), GAE(identity(), skip_existing=True)):
+        td = steps([1], [1], [1])[0]
+        td["state_value"], td["next", "state_value"] = td["observation"], td["next", "observation"]
+        with pytest.raises(SpecError, match="without a time dim"):
+            estimator(td)
