@@ -12,7 +12,7 @@ from graphrl.errors import SpecError, require_extra
 from graphrl.kernels._checks import as_coefficient, as_flag, check_same_shape, check_time_dim, common_float_dtype
 from graphrl.kernels._eager import inside_transform, plain_eager
 from graphrl.kernels._lib import lib as _native
-from graphrl.kernels._recurrence import _plain, _to_front, extents
+from graphrl.kernels._recurrence import _to_front, extents, ordinary
 from graphrl.kernels.n_step.doubling import n_step_by_doubling
 
 __all__ = ["n_step_return"]
@@ -205,7 +205,7 @@ class _Transformable(torch.autograd.Function):
 
 
 def _apply(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if plain_eager() and all(not isinstance(x, Tensor) or _plain(x) for x in args):
+    if plain_eager() and ordinary(args):
         return _forward_cpu(*args)
     found = _Transformable.apply(*args) if inside_transform() else torch.ops.graphrl.n_step_return(*args)
     return found  # type: ignore[no-any-return]

@@ -37,7 +37,7 @@ def sum_tree_update(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tens
     """
     index = _as_index(index, leaves)
     priority = _as_priority(priority, leaves, index)
-    if (plain := plain_eager()) and leaves.is_cpu:
+    if (plain := plain_eager()) and _native.ordinary(leaves, inner, index, priority):
         _update_cpu(leaves, inner, index, priority)
     elif plain or torch.compiler.is_compiling():
         torch.ops.graphrl.sum_tree_update(leaves, inner, index, priority)
@@ -59,7 +59,7 @@ def sum_tree_search(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int =
 
     Raises SpecError for a NaN, and for a tree whose leaves are all zero; on a GPU a device-side assertion says so.
     """
-    if type(prefix) is Tensor and prefix.dtype == leaves.dtype and prefix.is_cpu and leaves.is_cpu and plain_eager():
+    if prefix.dtype == leaves.dtype and plain_eager() and _native.ordinary(leaves, inner, prefix):
         return _search_cpu(leaves, inner, prefix, strata)
     if prefix.device != leaves.device:
         raise SpecError(f"sum_tree_search: prefix is on {prefix.device}, the tree on {leaves.device}. prefix.to(...)")
@@ -129,6 +129,8 @@ def _capacity(leaves: Tensor, inner: Tensor) -> int:
 def _update_cpu(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) -> None:
     capacity = _capacity(leaves, inner)
     index, priority = index.contiguous(), priority.contiguous()
+    if not index.numel():
+        return
     refused = _UPDATE[leaves.dtype](
         leaves.data_ptr(),
         inner.data_ptr(),
@@ -148,6 +150,8 @@ def _update_cpu(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) 
 def _search_cpu(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int) -> tuple[Tensor, Tensor]:
     capacity, prefix = _capacity(leaves, inner), prefix.contiguous()
     index, priority = torch.empty_like(prefix, dtype=torch.int64), torch.empty_like(prefix)
+    if not index.numel():
+        return index, priority
     refused = _SEARCH[leaves.dtype](
         leaves.data_ptr(),
         inner.data_ptr(),
@@ -184,6 +188,9 @@ def _triton() -> Any:
 
 def _update_cuda(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) -> None:
     _capacity(leaves, inner)
+    # What is read may be the tree itself, as in tree.update(order, tree.leaves); the C++ copies always.
+    written = [x.untyped_storage().data_ptr() for x in (leaves, inner)]
+    index, priority = (x.clone() if x.untyped_storage().data_ptr() in written else x for x in (index, priority))
     with torch.cuda.device_of(leaves):
         _triton().update(leaves, inner, index, priority)
 

@@ -67,7 +67,7 @@ def test_other_threads_run_while_a_kernel_does():
 
 
 def test_a_library_of_another_version_or_of_nothing_says_what_to_do(monkeypatch, tmp_path):
-    with monkeypatch.context() as patch, pytest.raises(ImportError, match="version 2, not -1: run 'pip install -e .'"):
+    with monkeypatch.context() as patch, pytest.raises(ImportError, match="version 3, not -1: run 'pip install -e .'"):
         patch.setattr(_lib, "VERSION", -1)
         _lib._load()
     other = tmp_path / "_native.abi3.so"
