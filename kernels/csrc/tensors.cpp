@@ -91,7 +91,11 @@ PyObject* trajectories(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t floats, time_dim = 0;
     if (count < 3) return PyErr_Format(PyExc_TypeError, "%zd arguments, expected at least 3", count);
     const bool given = args[count - 1] != Py_None;
-    if (!grl::read(args[count - 2], floats) || (given && !grl::read(args[count - 1], time_dim))) return nullptr;
+    if (!grl::read(args[count - 2], floats)) return nullptr;
+    if (given && !grl::read(args[count - 1], time_dim)) {  // the caller says what is wrong with it
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
     View first{}, view{};
     for (Py_ssize_t i = 0; i < count - 2; ++i) {
         View& v = i ? view : first;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def n_step_return(
 
 
 def _as_steps(n: Any) -> int:
-    if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
+    if isinstance(n, bool) or not isinstance(n, (Integral, torch.SymInt)):
         raise SpecError(f"n_step_return: n is a {type(n).__name__}, expected an int or an integer tensor: n=3")
     if n < 1:
         raise SpecError(f"n_step_return: n={n}, expected at least 1: n=1 is the reward of one step")

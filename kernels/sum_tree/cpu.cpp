@@ -197,12 +197,13 @@ void search_together(const Search<T>& p, int64_t first) {
     }
 }
 
-// Returns -1, or -2 for a tree whose sum is zero, or the first position whose prefix is NaN.
+// Returns -1, or -2 for a tree whose sum is zero, -3 when it is infinite, or the first position whose prefix is NaN.
 template <class T>
 int64_t search(const Search<T>& p) {
     for (int64_t i = 0; i < p.count; ++i)
         if (p.prefix[i] != p.prefix[i]) return i;
     if (p.count && !(p.tree.inner[0] > T(0))) return -2;
+    if (p.count && p.tree.inner[0] == Tree<T>::kInfinity) return -3;
     for (int64_t first = 0; first < p.count; first += kTogether) search_together(p, first);
     return -1;
 }
