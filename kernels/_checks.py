@@ -93,7 +93,9 @@ def as_coefficient(op: str, name: str, x: float | Tensor, like: Tensor) -> Tenso
     dtype = accumulate_dtype(like.dtype)
     if not isinstance(x, Tensor):
         if not isinstance(x, (Real, torch.SymInt, torch.SymFloat)):
-            raise SpecError(f"{op}: {name} is a {type(x).__name__}, expected a number or a tensor. torch.tensor({name})")
+            raise SpecError(
+                f"{op}: {name} is a {type(x).__name__}, expected a number or a tensor. torch.tensor({name})"
+            )
         return torch.full((), x, dtype=dtype, device=like.device)
     if x.dtype.is_complex or x.dtype == torch.bool:
         raise SpecError(f"{op}: {name} is {x.dtype}, expected a float or a floating point tensor. {name}.float()")

@@ -25,7 +25,7 @@ REFUSED = (
     "graphrl::sum_tree_update: an index outside the tree, or a priority that is NaN, infinite or negative. Nothing was "
     "written. Run the update on the CPU to see which"
 )
-NOTHING = "graphrl::sum_tree_search: the sum of all priorities is 0 or infinite, or a prefix is NaN: there is nothing to sample"
+NOTHING = "graphrl::sum_tree_search: the sum of all priorities is 0 or infinite, or a prefix is NaN"
 
 
 @triton.jit
