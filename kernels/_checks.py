@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from numbers import Real
+from operator import index
+
 import torch
 from torch import Tensor
 
@@ -46,6 +49,10 @@ def check_time_dim(op: str, x: Tensor, time_dim: int | None) -> int:
     n = x.dim()
     if time_dim is None:
         time_dim = -2 if n >= 2 and x.shape[-1] == 1 else -1
+    try:
+        time_dim = index(time_dim)
+    except TypeError as error:
+        raise SpecError(f"{op}: time_dim is a {type(time_dim).__name__}, expected an int or None") from error
     if not -n <= time_dim < n:
         hint = "time_dim=-2 is for [*B, T, 1], time_dim=-1 for [*B, T]; leave it out and the shape decides"
         if n == 0:
@@ -85,6 +92,10 @@ def as_coefficient(op: str, name: str, x: float | Tensor, like: Tensor) -> Tenso
     """``x`` in the accumulation dtype of ``like`` and on its device: 0-d, or expanded to the shape of ``like``."""
     dtype = accumulate_dtype(like.dtype)
     if not isinstance(x, Tensor):
+        if not isinstance(x, (Real, torch.SymInt, torch.SymFloat)):
+            raise SpecError(
+                f"{op}: {name} is a {type(x).__name__}, expected a number or a tensor. torch.tensor({name})"
+            )
         return torch.full((), x, dtype=dtype, device=like.device)
     if x.dtype.is_complex or x.dtype == torch.bool:
         raise SpecError(f"{op}: {name} is {x.dtype}, expected a float or a floating point tensor. {name}.float()")

@@ -16,7 +16,7 @@ from graphrl.kernels._eager import inside_transform, plain_eager
 from graphrl.kernels._lib import lib as _native
 from graphrl.kernels._triton import triton_version
 
-__all__ = ["Recurrence", "ends", "extents", "following", "is_plain", "threads_for", "to_front"]
+__all__ = ["Recurrence", "ends", "extents", "following", "ordinary", "threads_for", "to_front"]
 
 _ops = torch.library.Library("graphrl", "FRAGMENT")  # keeps the registrations alive
 # Below this many elements per thread, waking one costs more than it saves.
@@ -81,7 +81,7 @@ class Recurrence:
 
     def __call__(self, *args: Any) -> Any:
         """The operator on checked arguments, in eager mode, traced or under ``torch.func``."""
-        if plain_eager() and all(not isinstance(x, Tensor) or is_plain(x) for x in args):
+        if plain_eager() and ordinary(args):
             return self.forward_cpu(*args)
         if inside_transform():  # refuses the autograd wrapper that torch.library generates
             return self._transformable.apply(*args)
@@ -299,9 +299,10 @@ class Recurrence:
         return Transformable
 
 
-def is_plain(x: Tensor) -> bool:
-    """True for an ordinary tensor on the CPU that asks for no gradient now."""
-    return type(x) is Tensor and x.is_cpu and not (x.requires_grad and torch.is_grad_enabled())
+def ordinary(args: Sequence[Any]) -> bool:
+    """True when the tensors among these lie on the CPU, may be read as they are, and ask for no gradient now."""
+    wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    return not wanted and _native.ordinary(*args)
 
 
 def to_front(x: Any, dim: int | None, size: int, rank: int) -> Any:

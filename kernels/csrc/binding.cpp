@@ -1,7 +1,7 @@
 #include "binding.h"
 
 // Raise this when a function's arguments change meaning: kernels/_lib.py refuses a library of another version.
-static constexpr long kVersion = 2;
+static constexpr long kVersion = 3;
 
 PyMODINIT_FUNC PyInit__native() {
     static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, nullptr, nullptr,

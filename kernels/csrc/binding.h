@@ -1,5 +1,5 @@
 // Kernels as functions of a Python module, converted by their C++ signatures: GRL_PYTHON(grl_gae_f32) beside the
-// definition is all that a new one needs. Called from Python, a pointer is an int or None; the result is an int, or None
+// definition is all that a new one needs. Called from Python, a pointer is an int above 0 or None; the result is an int, or None
 // for void. ctypes takes a microsecond to convert fifteen arguments; this takes a tenth of one.
 #pragma once
 #define Py_LIMITED_API 0x030a0000
@@ -37,10 +37,13 @@ inline bool read(PyObject* object, double& x) {
     return x != -1.0 || !PyErr_Occurred();
 }
 
+// A tensor whose memory was given back, or that never had any, has the address zero: None is the pointer to nothing.
 template <class T>
 bool read(PyObject* object, T*& x) {
     x = object == Py_None ? nullptr : static_cast<T*>(PyLong_AsVoidPtr(object));
-    return x || !PyErr_Occurred();
+    if (x || object == Py_None) return true;
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a tensor has no memory: was its storage resized to 0?");
+    return false;
 }
 
 template <auto F>

@@ -81,7 +81,18 @@ GRL_INLINE void run_one_row(const P& p, int64_t row) {
         const int64_t segment = (n + W * W - 1) / (W * W) * W;
         p.template fill<PerStep>(row * p.steps + at, n, d, c);
         for (int64_t k = n; k < segment * W; ++k) d[k] = c[k] = T(0);
-        scan_one_row<T, W, R>(d, c, segment, carry);
+        const T entering = carry;
+        if (!scan_one_row<T, W, R>(d, c, segment, carry)) {
+            alignas(64) T kept[kLong];  // what is finite in both stays, to the bit what it is beside a finite neighbour
+            std::memcpy(kept, d, sizeof d);
+            p.template fill<PerStep>(row * p.steps + at, n, d, c);
+            carry = entering;
+            for (int64_t j = 0; j < n; ++j) {
+                const int64_t k = R ? n - 1 - j : j;
+                const T x = d[k] + zero_where(c[k] == T(0), c[k] * carry);
+                carry = d[k] = x - x == T(0) && kept[k] - kept[k] == T(0) ? kept[k] : x;
+            }
+        }
         p.template finish<PerStep>(row * p.steps + at, n, d);
     }
 }

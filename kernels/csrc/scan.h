@@ -157,17 +157,26 @@ GRL_INLINE void scan_rows(T* d, T* c, int64_t stride, int64_t n, typename Vec<T,
     if (Lag1) carry[slot] = x;
 }
 
-// One row of W * n elements: its W segments are scanned side by side, then each takes the carry of its neighbour.
+// One row of W * n elements: its W segments are scanned side by side, then each takes the carry of its neighbour, times
+// a product of coefficients. Returns false, with d of no use, where a product overflows or a carry is not finite: the
+// product may be zero, or infinite, where the steps one after the other are not.
 template <class T, int W, bool Reverse>
-GRL_INLINE void scan_one_row(T* d, T* c, int64_t n, T& carry) {
+GRL_INLINE bool scan_one_row(T* d, T* c, int64_t n, T& carry) {
+    using Bits = typename Unsigned<sizeof(T)>::type;
     typename Vec<T, W>::type zero = {};
     scan_rows<T, W, Reverse, true, true>(d, c, n, n, &zero, 1, 0);
+    Bits strange = 0;
     for (int s = 0; s < W; ++s) {
         T* ds = d + (Reverse ? W - 1 - s : s) * n;
         const T* cs = c + (Reverse ? W - 1 - s : s) * n;
-        for (int64_t k = 0; k < n; ++k) ds[k] += zero_where(cs[k] == T(0), cs[k] * carry);
+        strange |= Bits(carry - carry != T(0));
+        for (int64_t k = 0; k < n; ++k) {
+            strange |= Bits(cs[k] - cs[k] != T(0));
+            ds[k] += zero_where(cs[k] == T(0), cs[k] * carry);
+        }
         carry = Reverse ? ds[0] : ds[n - 1];
     }
+    return !strange;
 }
 
 }  // namespace grl

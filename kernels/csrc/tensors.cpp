@@ -29,7 +29,8 @@ constexpr int32_t kCpu = 1;
 constexpr uint8_t kFloat = 2, kBool = 6;
 
 struct Tensors {
-    PyObject* type = nullptr;  // torch.Tensor, kept alive
+    PyObject* type = nullptr;    // torch.Tensor, kept alive
+    PyObject* is_neg = nullptr;  // its method, likewise
     const ExchangeTable* table = nullptr;
 
     Tensors() {
@@ -37,12 +38,38 @@ struct Tensors {
         type = torch ? PyObject_GetAttrString(torch, "Tensor") : nullptr;
         PyObject* capsule = type ? PyObject_GetAttrString(type, "__dlpack_c_exchange_api__") : nullptr;
         if (capsule) table = static_cast<ExchangeTable*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
-        if (table && (table->major != 1 || !table->borrow)) table = nullptr;
+        is_neg = type ? PyObject_GetAttrString(type, "is_neg") : nullptr;
+        if (table && (table->major != 1 || !table->borrow || !is_neg)) table = nullptr;
         Py_XDECREF(capsule);
         Py_XDECREF(torch);
         PyErr_Clear();
     }
+
+    // True for a tensor, no subclass, on the CPU, whose numbers are those that stand in its memory. Not so for zeros
+    // that take none, for the wrappers of functionalisation and torch.func, and for a view that is still to be negated.
+    bool borrow(PyObject* object, View& v) const {
+        if (!table || reinterpret_cast<PyObject*>(Py_TYPE(object)) != type) return false;
+        if (table->borrow(object, &v)) {  // of a layout or dtype that DLPack lacks
+            PyErr_Clear();
+            return false;
+        }
+        if (v.device != kCpu) return false;
+        if (!v.data)
+            for (int32_t i = 0;; ++i)
+                if (i == v.dims) return false;
+                else if (v.shape[i] == 0) return true;
+        if (v.code == kBool) return true;
+        PyObject* negated = PyObject_CallFunctionObjArgs(is_neg, object, nullptr);
+        Py_XDECREF(negated);
+        if (!negated) PyErr_Clear();
+        return negated == Py_False;
+    }
 };
+
+const Tensors& torch_tensors() {
+    static const Tensors found;
+    return found;
+}
 
 bool contiguous(const View& v) {
     int64_t expected = 1;
@@ -60,22 +87,22 @@ bool same_shape(const View& a, const View& b) {
 // time_dim one of their dimensions (None: the one before a trailing 1, else the last). Else None, as always with a
 // torch that lacks the table.
 PyObject* trajectories(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    static const Tensors tensors;
+    const Tensors& tensors = torch_tensors();
     int64_t floats, time_dim = 0;
     if (count < 3) return PyErr_Format(PyExc_TypeError, "%zd arguments, expected at least 3", count);
     const bool given = args[count - 1] != Py_None;
-    if (!grl::read(args[count - 2], floats) || (given && !grl::read(args[count - 1], time_dim))) return nullptr;
+    if (!grl::read(args[count - 2], floats)) return nullptr;
+    if (given && !grl::read(args[count - 1], time_dim)) {  // the caller says what is wrong with it
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
     View first{}, view{};
     for (Py_ssize_t i = 0; i < count - 2; ++i) {
         View& v = i ? view : first;
-        if (!tensors.table || reinterpret_cast<PyObject*>(Py_TYPE(args[i])) != tensors.type) Py_RETURN_NONE;
-        if (tensors.table->borrow(args[i], &v)) {  // of a layout or dtype that DLPack lacks
-            PyErr_Clear();
-            Py_RETURN_NONE;
-        }
+        if (!tensors.borrow(args[i], v)) Py_RETURN_NONE;
         const bool dtype = i < floats ? v.code == kFloat && (v.bits == 32 || v.bits == 64) && v.bits == first.bits
                                       : v.code == kBool;
-        if (!dtype || v.device != kCpu || !contiguous(v) || !same_shape(v, first)) Py_RETURN_NONE;
+        if (!dtype || !contiguous(v) || !same_shape(v, first)) Py_RETURN_NONE;
     }
     if (!given) time_dim = first.dims >= 2 && first.shape[first.dims - 1] == 1 ? -2 : -1;
     if (time_dim < 0) time_dim += first.dims;
@@ -88,6 +115,19 @@ PyObject* trajectories(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return Py_BuildValue("iLLL", first.bits / 8, (long long)outer, (long long)steps, (long long)inner);
 }
 
-grl::Binding binding("trajectories", trajectories);
+// ordinary(*arguments): whether the tensors among them are on the CPU and may be read as they are, strides and all. Always
+// false with a torch that lacks the table: its dispatcher knows what to do.
+PyObject* ordinary(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    const Tensors& tensors = torch_tensors();
+    View view{};
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        const int is_tensor = tensors.type ? PyObject_IsInstance(args[i], tensors.type) : 1;
+        if (is_tensor < 0) return nullptr;
+        if (is_tensor && !tensors.borrow(args[i], view)) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
+grl::Binding trajectories_binding("trajectories", trajectories), ordinary_binding("ordinary", ordinary);
 
 }  // namespace

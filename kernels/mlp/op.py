@@ -63,6 +63,11 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
         raise SpecError(f"mlp_forward: a layer is {widest} wide, expected at most {MAX_WIDTH}")
 
 
+def _cpu(x: Tensor, *args: Any) -> Tensor:
+    with torch.autocast("cpu", enabled=False):  # the result is in the dtype of x
+        return mlp_reference(x, *args).contiguous()
+
+
 def _cuda(x: Tensor, *args: Any) -> Tensor:
     with torch.cuda.device_of(x):
         return triton_version("mlp").mlp_forward(x, *args)
@@ -96,7 +101,7 @@ _ops.define(
     "mlp_forward(Tensor x, Tensor[] weights, Tensor?[] biases, str[] activations) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_ops.impl("mlp_forward", lambda *args: mlp_reference(*args).contiguous(), "CPU")
+_ops.impl("mlp_forward", _cpu, "CPU")
 _ops.impl("mlp_forward", _cuda, "CUDA")
 torch.library.register_fake("graphrl::mlp_forward", _fake, lib=_ops)
 torch.library.register_vmap("graphrl::mlp_forward", _vmap, lib=_ops)

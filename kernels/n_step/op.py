@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from graphrl.errors import SpecError
 from graphrl.kernels._checks import as_coefficient, as_flag, check_same_shape, check_time_dim, common_float_dtype
 from graphrl.kernels._eager import inside_transform, plain_eager
 from graphrl.kernels._lib import lib as _native
-from graphrl.kernels._recurrence import extents, is_plain, to_front
+from graphrl.kernels._recurrence import extents, ordinary, to_front
 from graphrl.kernels._triton import triton_version
 from graphrl.kernels.n_step.doubling import n_step_by_doubling
 
@@ -64,7 +65,7 @@ def n_step_return(
 
 
 def _as_steps(n: Any) -> int:
-    if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
+    if isinstance(n, bool) or not isinstance(n, (Integral, torch.SymInt)):
         raise SpecError(f"n_step_return: n is a {type(n).__name__}, expected an int or an integer tensor: n=3")
     if n < 1:
         raise SpecError(f"n_step_return: n={n}, expected at least 1: n=1 is the reward of one step")
@@ -197,7 +198,7 @@ class _Transformable(torch.autograd.Function):
 
 
 def _apply(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if plain_eager() and all(not isinstance(x, Tensor) or is_plain(x) for x in args):
+    if plain_eager() and ordinary(args):
         return _forward_cpu(*args)
     found = _Transformable.apply(*args) if inside_transform() else torch.ops.graphrl.n_step_return(*args)
     return found  # type: ignore[no-any-return]

@@ -93,7 +93,10 @@ int64_t parents_of(int64_t* nodes, int64_t count, int64_t level_size, std::vecto
 
 // Returns the first position whose index or priority is refused, before anything is written; -1 when all is well.
 template <class T>
-int64_t update(Tree<T> tree, const int64_t* index, const T* priority, int64_t count) {
+int64_t update(Tree<T> tree, const int64_t* from_index, const T* from_priority, int64_t count) {
+    // Copies, because what is read may be the tree itself: tree.update(order, tree.leaves).
+    std::vector<int64_t> index(from_index, from_index + count);
+    const std::vector<T> priority(from_priority, from_priority + count);
     for (int64_t i = 0; i < count; ++i) {
         const bool inside = index[i] >= 0 && index[i] < tree.capacity;
         if (!inside || !(priority[i] >= T(0)) || priority[i] == Tree<T>::kInfinity) return i;
@@ -104,7 +107,7 @@ int64_t update(Tree<T> tree, const int64_t* index, const T* priority, int64_t co
         for (int row = 0; row < 3; ++row) __builtin_prefetch(above + row * tree.width, 1);
         tree.leaves[index[i]] = priority[i] + T(0);  // no negative zero
     }
-    std::vector<int64_t> nodes(index, index + count);
+    std::vector<int64_t>& nodes = index;  // and then their parents
     std::vector<uint64_t> seen;
     for (int64_t level = 1; level <= tree.root; ++level) {
         count = parents_of(nodes.data(), count, tree.size[level], seen);
@@ -194,12 +197,13 @@ void search_together(const Search<T>& p, int64_t first) {
     }
 }
 
-// Returns -1, or -2 for a tree whose sum is zero, or the first position whose prefix is NaN.
+// Returns -1, or -2 for a tree whose sum is zero, -3 when it is infinite, or the first position whose prefix is NaN.
 template <class T>
 int64_t search(const Search<T>& p) {
     for (int64_t i = 0; i < p.count; ++i)
         if (p.prefix[i] != p.prefix[i]) return i;
     if (p.count && !(p.tree.inner[0] > T(0))) return -2;
+    if (p.count && p.tree.inner[0] == Tree<T>::kInfinity) return -3;
     for (int64_t first = 0; first < p.count; first += kTogether) search_together(p, first);
     return -1;
 }

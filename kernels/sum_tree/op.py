@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from graphrl.errors import SpecError
 from graphrl.kernels._eager import plain_eager
@@ -17,8 +18,10 @@ __all__ = ["sum_tree_search", "sum_tree_update"]
 
 _UPDATE = {torch.float32: _native.grl_sum_tree_update_f32, torch.float64: _native.grl_sum_tree_update_f64}
 _SEARCH = {torch.float32: _native.grl_sum_tree_search_f32, torch.float64: _native.grl_sum_tree_search_f64}
-_EMPTY = -2  # what the search returns for a tree whose sum is zero
+_EMPTY, _INFINITE = -2, -3  # what the search returns for a tree whose sum is zero, or overflows
 EMPTY_TREE = "every priority is 0: there is nothing to sample. Write one above 0 first: tree.update(index, priority)"
+
+INFINITE_TREE = "the priorities are finite, but their sum is not in this dtype. Scale them down before they are written"
 
 
 def sum_tree_update(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) -> None:
@@ -37,9 +40,10 @@ def sum_tree_update(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tens
     """
     index = _as_index(index, leaves)
     priority = _as_priority(priority, leaves, index)
-    if (plain := plain_eager()) and leaves.is_cpu:
-        _update_cpu(leaves, inner, index, priority)
-    elif plain or torch.compiler.is_compiling():
+    if (plain := plain_eager()) and _native.ordinary(leaves, inner, index, priority):
+        return _update_cpu(leaves, inner, index, priority)
+    _check_device(leaves, inner)
+    if plain or torch.compiler.is_compiling():
         torch.ops.graphrl.sum_tree_update(leaves, inner, index, priority)
     else:  # a tracer is watching: programs are pure, and write what has changed at their end
         new_leaves, new_inner = torch.ops.graphrl.sum_tree_updated(leaves, inner, index, priority)
@@ -57,12 +61,18 @@ def sum_tree_search(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int =
 
     Returns ``(index, priority)``: [*B], int64 and the dtype of ``leaves``, without gradient.
 
-    Raises SpecError for a NaN, and for a tree whose leaves are all zero; on a GPU a device-side assertion says so.
+    Raises SpecError for a NaN, and for a tree whose sum is zero or infinite; on a GPU a device-side assertion says so.
     """
-    if type(prefix) is Tensor and prefix.dtype == leaves.dtype and prefix.is_cpu and leaves.is_cpu and plain_eager():
+    if prefix.dtype == leaves.dtype and strata >= 0 and plain_eager() and _native.ordinary(leaves, inner, prefix):
         return _search_cpu(leaves, inner, prefix, strata)
+    _check_device(leaves, inner)
     if prefix.device != leaves.device:
         raise SpecError(f"sum_tree_search: prefix is on {prefix.device}, the tree on {leaves.device}. prefix.to(...)")
+    if prefix.dtype.is_complex or strata < 0:
+        found = (
+            f"strata={strata}, expected 0 or more" if strata < 0 else f"prefix is {prefix.dtype}, expected real numbers"
+        )
+        raise SpecError(f"sum_tree_search: {found}")
     prefix = (prefix.detach() if prefix.requires_grad else prefix).to(leaves.dtype)
     found: tuple[Tensor, Tensor] = torch.ops.graphrl.sum_tree_search(leaves, inner, prefix, strata)
     return found
@@ -100,6 +110,12 @@ def _as_priority(priority: Tensor, leaves: Tensor, index: Tensor) -> Tensor:
     return priority
 
 
+def _check_device(leaves: Tensor, inner: Tensor) -> None:
+    """The dispatcher would follow one of them, past the kernels' own checks when that one is on the meta device."""
+    if leaves.device != inner.device:
+        raise SpecError(f"sum_tree: leaves are on {leaves.device}, inner on {inner.device}. Move them together")
+
+
 def _capacity(leaves: Tensor, inner: Tensor) -> int:
     """The number of leaves of what is laid out as one tree, or SpecError: the kernels read and write by that alone."""
     capacity, dtype = leaves.numel(), leaves.dtype
@@ -129,6 +145,8 @@ def _capacity(leaves: Tensor, inner: Tensor) -> int:
 def _update_cpu(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) -> None:
     capacity = _capacity(leaves, inner)
     index, priority = index.contiguous(), priority.contiguous()
+    if not index.numel():
+        return
     refused = _UPDATE[leaves.dtype](
         leaves.data_ptr(),
         inner.data_ptr(),
@@ -143,11 +161,14 @@ def _update_cpu(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) 
         if 0 <= at < capacity:
             what = f"the priority of index {at}, at position {refused}, is {value}, expected a finite number >= 0"
         raise SpecError(f"sum_tree_update: {what}. Nothing was written: correct it where it is computed")
+    increment_version((leaves, inner))  # autograd cannot see the write
 
 
 def _search_cpu(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int) -> tuple[Tensor, Tensor]:
     capacity, prefix = _capacity(leaves, inner), prefix.contiguous()
     index, priority = torch.empty_like(prefix, dtype=torch.int64), torch.empty_like(prefix)
+    if not index.numel():
+        return index, priority
     refused = _SEARCH[leaves.dtype](
         leaves.data_ptr(),
         inner.data_ptr(),
@@ -160,6 +181,8 @@ def _search_cpu(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int) -> t
     )
     if refused == _EMPTY:
         raise SpecError(f"sum_tree_search: {EMPTY_TREE}")
+    if refused == _INFINITE:
+        raise SpecError(f"sum_tree_search: {INFINITE_TREE}")
     if refused >= 0:
         raise SpecError(f"sum_tree_search: the prefix at position {refused} is NaN, expected 0 <= prefix < total")
     return index, priority
@@ -176,8 +199,12 @@ def _updated(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) -> 
 
 def _update_cuda(leaves: Tensor, inner: Tensor, index: Tensor, priority: Tensor) -> None:
     _capacity(leaves, inner)
+    # What is read may be the tree itself, as in tree.update(order, tree.leaves); the C++ copies always.
+    written = [x.untyped_storage().data_ptr() for x in (leaves, inner)]
+    index, priority = (x.clone() if x.untyped_storage().data_ptr() in written else x for x in (index, priority))
     with torch.cuda.device_of(leaves):
         triton_version("sum_tree").update(leaves, inner, index, priority)
+    increment_version((leaves, inner))
 
 
 def _search_cuda(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int) -> tuple[Tensor, Tensor]:

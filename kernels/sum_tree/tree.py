@@ -48,19 +48,21 @@ class SumTree(nn.Module):
     def extra_repr(self) -> str:
         return f"capacity={len(self)}, dtype={self.leaves.dtype}"
 
-    def build(self, priority: Tensor) -> None:
+    def build(self, priority: Any) -> None:
         """Set the first leaves to ``priority``, [n] with n <= capacity, and all others to zero."""
+        priority = torch.as_tensor(priority, device=self.leaves.device)
         if priority.dim() != 1 or len(priority) > len(self):
             raise SpecError(f"SumTree.build: priority is {list(priority.shape)}, expected [n], n <= {len(self)}")
         rest = self.leaves.new_zeros(len(self) - len(priority))
-        self.update(torch.arange(len(self), device=self.leaves.device), torch.cat([priority.to(self.leaves), rest]))
+        self.update(torch.arange(len(self), device=self.leaves.device), torch.cat([priority, rest]))
 
     def update(self, index: Any, priority: Any) -> None:
         """Write ``priority``, [*B] or one number, to the leaves ``index``, [*B]; the last write to a leaf stays."""
         leaves = self.leaves
-        sum_tree_update(
-            leaves, self.inner, _tensor(index, leaves.device), _tensor(priority, leaves.device, leaves.dtype)
-        )
+        if not isinstance(index, Tensor):
+            index = _tensor(index, leaves.device)
+            index = index if index.numel() else index.long()  # torch reads [] as floating point numbers
+        sum_tree_update(leaves, self.inner, index, _tensor(priority, leaves.device, leaves.dtype))
 
     def __getitem__(self, index: Any) -> Tensor:
         """A copy of the priorities at ``index``: an integer, slice or tensor, as torch reads them."""

@@ -25,7 +25,7 @@ REFUSED = (
     "graphrl::sum_tree_update: an index outside the tree, or a priority that is NaN, infinite or negative. Nothing was "
     "written. Run the update on the CPU to see which"
 )
-NOTHING = "graphrl::sum_tree_search: every priority is 0, or a prefix is NaN: there is nothing to sample"
+NOTHING = "graphrl::sum_tree_search: the sum of all priorities is 0 or infinite, or a prefix is NaN"
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def _search_kernel(
     live = i < count
     x = tl.load(prefix + i, mask=live, other=0.0)
     total = tl.load(inner + i * 0, mask=live, other=1.0)
-    good = (x == x) & (total > 0)
+    good = (x == x) & (total > 0) & (total < float("inf"))
     tl.store(fine + i * 0, i * 0, mask=live & (good == 0))
     if strata > 0:
         shifted, k = x + (i % strata).to(x.dtype), tl.zeros_like(x) + strata

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -64,8 +66,8 @@ def vtrace(
 
 
 def _as_clip(name: str, x: float) -> float:
-    if isinstance(x, Tensor) or not x > 0:
-        found = " is a Tensor" if isinstance(x, Tensor) else f"={x}"
+    if not isinstance(x, (Real, torch.SymFloat)) or not x > 0:
+        found = f"={x}" if isinstance(x, Real) else f" is a {type(x).__name__}"
         raise SpecError(f"vtrace: {name}{found}, expected a positive number; float('inf') clips nothing")
     return float(x)
 

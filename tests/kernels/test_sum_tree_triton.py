@@ -49,7 +49,7 @@ def refusals(tree: SumTree, search, update) -> None:
             update(tree.leaves, tree.inner, torch.tensor([5, index]), torch.tensor([1.0, priority]).double())
     assert torch.equal(tree.leaves, before[0]) and torch.equal(tree.inner, before[1])
     for broken, prefix in ((tree, nan), (SumTree(9), torch.tensor(0.0))):
-        with pytest.raises(RuntimeError, match="every priority is 0, or a prefix is NaN"):
+        with pytest.raises(RuntimeError, match="sum of all priorities is 0 or infinite, or a prefix is NaN"):
             search(broken.leaves, broken.inner, prefix.double(), 0)
 
 
