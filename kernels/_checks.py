@@ -33,7 +33,7 @@ def check_same_shape(op: str, **tensors: Tensor) -> None:
             elif head.dim() + 1 == x.dim() and x.shape[-1] == 1 and head.shape == x.shape[:-1]:
                 hint = f" Add the trailing 1: {first}.unsqueeze(-1)"
             else:
-                hint = f" Nothing is broadcast here: {name}.expand_as({first}) if that is what you mean"
+                hint = f" Nothing is broadcast here: give {name} one entry for each of {first}'s"
             raise SpecError(f"{op}: {name} is {_show(x.shape)}, but {first} is {_show(head.shape)}.{hint}")
         if x.device != head.device:
             raise SpecError(

@@ -126,6 +126,11 @@ class _Estimate(LossTerm):
         super().__init__(_estimate, list(signals.values()), ["advantage", "value_target"], **discounts)
         self._fixed |= {**fixed, "kernel": kernel, "names": tuple(signals)}
 
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return str(self._fixed["kernel"].__name__.lstrip("_"))
+
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write both into ``tensordict``."""
         names = self._fixed["names"]

@@ -69,6 +69,12 @@ class _RecurrentModule(TensorDictModuleBase):
         x, state, is_init = (tensordict.get(key) for key in self.in_keys)
         if is_init.dtype != torch.bool or is_init.shape[-1:] != (1,):
             raise GraphError(f"{self.in_keys[2]!r} is {is_init.dtype} {list(is_init.shape)}: expected bool [*B, 1]")
+        if state.shape != (*x.shape[:-1], *self.state_shape):
+            expected = [*x.shape[:-1], *self.state_shape]
+            raise GraphError(
+                f"{self.in_keys[1]!r} is {list(state.shape)}, expected {expected}: one state for each row of "
+                f"{self.in_keys[0]!r} {list(x.shape)}, of which a sequence reads the first"
+            )
         if not self.steps_through_time:
             out, state = self._reset_and_step(x, state, is_init)
         else:
