@@ -1,4 +1,4 @@
-"""Writes a bundle for the arm: a feedback law, so that nothing has to be trained. Its joints stand in alphabetical order.
+"""Writes a bundle for the arm: a feedback law, so that nothing has to be trained.
 
 python examples/robot/arm_policy.py arm_bundle
 """
@@ -20,7 +20,7 @@ JOINTS = ("elbow", "shoulder", "waist", "wrist")
 
 
 class Feedback(nn.Module):
-    """action = clip(kp (target - position) - kd velocity, -1, 1): [B, 4], a gain a joint, in shares of the full torque."""
+    """action = clip(kp (target - position) - kd velocity, -1, 1): [B, 4], shares of the full torque."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,9 @@ from protocol import ACTION, BYE, HELLO, OBSERVATION, REFUSE, START, WELCOME, Pa
 class Link:
     """One driver at a time; packets with another contract's hash are refused, and counted in ``refused``."""
 
-    def __init__(self, port: int, contract: str, rate_hz: float, sensors: Sequence[str], actuators: Sequence[str]) -> None:
+    def __init__(
+        self, port: int, contract: str, rate_hz: float, sensors: Sequence[str], actuators: Sequence[str]
+    ) -> None:
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.socket.bind(("127.0.0.1", port))
         self.socket.setblocking(False)
@@ -56,7 +58,7 @@ class Link:
             found = found if action is None else action
 
     def wait_for_action(self, sequence: int, values: np.ndarray, starts: bool, timeout_s: float) -> np.ndarray:
-        """Lock-step: send an observation, again where a packet was lost, until it is answered. Raises ``TimeoutError``."""
+        """Lock-step: send an observation, again where a packet was lost, until it is answered. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self.send(sequence, values, starts)

@@ -12,9 +12,9 @@
     32    uint64   of ACTION: the stamp of the observation it answers; else 0
     40             payload
 
-The driver sends HELLO until the robot answers WELCOME, with the text "rate_hz sensors actuators" and then one name a line,
-sensors first, in the robot's order; or REFUSE, with the reason as text. Then the robot sends OBSERVATION (float32, one a
-sensor), the driver ACTION (float32, one an actuator), until BYE. `protocol.h` is the same in C.
+The driver sends HELLO until the robot answers WELCOME, with the text "rate_hz sensors actuators" and then one name a
+line, sensors first, in the robot's order; or REFUSE, with the reason as text. Then the robot sends OBSERVATION, one
+float32 a sensor, and the driver ACTION, one float32 an actuator, until BYE. `protocol.h` is the same in C.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def unpack(data: bytes) -> Packet:
         raise ValueError(f"{len(data)} bytes that are not a packet of this protocol")
     _, version, kind, flags, contract, sequence, size, stamp_ns, answers_ns = HEADER.unpack_from(data)
     if version != VERSION:
-        raise ValueError(f"a packet of protocol version {version}; expected {VERSION}: use the same files on both sides")
+        raise ValueError(f"protocol version {version}; expected {VERSION}: use the same files on both sides")
     if len(data) != HEADER.size + size:
         raise ValueError(f"a packet of {len(data)} bytes whose header says {HEADER.size + size}")
     return Packet(kind, contract.hex(), sequence, data[HEADER.size :], flags, stamp_ns, answers_ns)
@@ -85,5 +85,5 @@ def unpack_welcome(payload: bytes) -> tuple[float, list[str], list[str]]:
     first, *names = payload.decode().split("\n")
     rate_hz, sensors, actuators = first.split()
     if len(names) != int(sensors) + int(actuators):
-        raise ValueError(f"the robot's welcome says {sensors} sensors and {actuators} actuators and has {len(names)} names")
+        raise ValueError(f"the welcome says {sensors} sensors and {actuators} actuators, and has {len(names)} names")
     return float(rate_hz), names[: int(sensors)], names[int(sensors) :]

@@ -3,7 +3,7 @@
 python examples/robot/robot.py Pendulum-v1 --bundle policy_bundle --seconds 60
 python examples/robot/robot.py arm:Arm-v0 --bundle arm_bundle --lock-step
 
-It knows the contract's hash and nothing else of the policy. `drive.c` and `drive.py` drive it; `protocol.py` has the packets.
+Of the policy it knows the contract's hash and rate. `drive.c` and `drive.py` drive it; `protocol.py` has the packets.
 """
 
 from __future__ import annotations
