@@ -22,7 +22,7 @@ SHORTER = {
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_every_command_of_the_page_works(tmp_path: Path) -> None:
     blocks = re.findall(r"```(bash|c|python)\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert [kind for kind, _ in blocks] == "bash c bash bash python bash python bash bash bash".split()
+    assert [kind for kind, _ in blocks] == "bash c bash bash python bash python bash bash bash bash".split()
     (tmp_path / "bin").mkdir()
     (tmp_path / "examples").symlink_to(PAGE.parents[1] / "examples")
     for name, line in (("graphrl", f'"{sys.executable}" -m graphrl'), ("python", f'"{sys.executable}"')):
