@@ -14,11 +14,16 @@ class Model:
     An environment with ``entry_names`` ({key: names}) has sensors ``key/name``; another has ``key[i]``. Actuators are
     named by ``entry_names["action"]``, else ``action_i``. Actions are clipped to their bounds, as in training.
     delay: every observation is that of so many steps ago. noise: standard deviation added to every sensor.
+    Raises ``ValueError`` for a negative one, and for an environment without motors.
     """
 
     def __init__(self, env_id: str, seed: int = 0, delay: int = 0, noise: float = 0.0) -> None:
         self.env = gymnasium.make(env_id, disable_env_checker=True)
         space = self.env.observation_space
+        if not isinstance(self.env.action_space, gymnasium.spaces.Box):
+            raise ValueError(f"{env_id} has actions {self.env.action_space}; a robot here has motors: a Box")
+        if delay < 0 or noise < 0:
+            raise ValueError(f"sensor delay {delay} and noise {noise}: expected 0 or more")
         self._keys = list(space.spaces) if isinstance(space, gymnasium.spaces.Dict) else None
         names = getattr(self.env.unwrapped, "entry_names", {})
         self.sensors: list[str] = []
