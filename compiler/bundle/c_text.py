@@ -139,6 +139,7 @@ def _header(
             "",
             *_struct(f"{prefix}_command", command, [] if command else ["unsigned char unused;"]),
             "",
+            *_places((*obs, *command), contract, up),
             "/* Owned by the caller; any number of instances may run interleaved. */",
             *_struct(f"{prefix}_state", state, ["uint32_t steps; /* since the last reset */"]),
             "",
@@ -153,6 +154,17 @@ def _header(
             "",
         ]
     )
+
+
+def _places(members: Sequence[Member], contract: Contract, up: str) -> list[str]:
+    """The place of each entry that has a name in the contract: ``obs.joint_position[POLICY_joint_position__hip]``."""
+    named = {t.key: t.names for t in contract.observations or ()}
+    if contract.action is not None:
+        named[contract.action.key] = contract.action.names or contract.action.joint_names
+    entries = [(m.key, name, i) for m in members for i, name in enumerate(named.get(m.key) or ())]
+    names = c_names([(*((key,) if isinstance(key, str) else key), name) for key, name, _ in entries])
+    lines = [f"    {up}_{name} = {i}," for name, (_, _, i) in zip(names, entries, strict=True)]
+    return ["/* Places of the entries that have names. */", "enum {", *lines, "};", ""] if lines else []
 
 
 def _source(
