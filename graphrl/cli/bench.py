@@ -19,7 +19,7 @@ class Bench:
     """Measure graphrl beside its peers. All competitors of a suite take turns in one run."""
 
     suite: str = "policy,update,ensemble,kernels,collector"
-    """Comma-separated. Not among these: foreign (other libraries' models and losses), precision (minutes of training)."""
+    """Comma-separated. Not among these: foreign (other libraries' models), precision (minutes of training)."""
     device: str = "cpu"
     peers: bool = True
     """Include other libraries where they are installed."""
