@@ -12,6 +12,7 @@ from onnx import TensorProto
 from torch import Tensor, fx
 
 from graphrl.compiler.backends.c99.nodes import Unsupported, arguments, op_name, value_of
+from graphrl.compiler.backends.onnx_pool import POOL_HANDLERS
 
 if TYPE_CHECKING:
     from graphrl.compiler.backends.onnx_graph import Writer
@@ -399,6 +400,7 @@ def _layer_norm(w: Writer, node: fx.Node, args: dict[str, Any]) -> list[str]:
 
 
 _HANDLERS: dict[str, Callable[[Writer, fx.Node, dict[str, Any]], Any]] = {
+    **POOL_HANDLERS,
     **dict.fromkeys(RESHAPES, _reshape),
     **dict.fromkeys(("permute", "transpose", "t"), _transpose),
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm"), _product),
