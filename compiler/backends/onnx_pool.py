@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
 from torch import fx
 
 from graphrl.compiler.backends.c99.nodes import Unsupported, op_name, value_of
