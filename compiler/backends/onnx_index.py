@@ -46,7 +46,7 @@ def _index_put(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
         raise Unsupported("writing at indices of other dims than the first has no ONNX form here", node)
     source, shape = value_of(args["self"]), _meeting(args)
     values = w.op("Expand", w.read(args["values"], source.dtype), w.ints([*shape, *source.shape[len(dims) :]]))
-    more = {"reduction": "add"} if args["accumulate"] else {}
+    more: dict[str, Any] = {"reduction": "add"} if args["accumulate"] else {}
     return w.op("ScatterND", w.names[args["self"]], _rows(w, indices, shape), values, **more)
 
 
@@ -81,7 +81,7 @@ def _scatter(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
             values = w.op("Slice", values, w.ints([0 for _ in dims]), w.ints(shape), w.ints(dims))
     else:
         values = w.op("Expand", w.number(args["value"], source.dtype), w.ints(shape))
-    more = {"reduction": "add"} if op_name(node).startswith("scatter_add") else {}
+    more: dict[str, Any] = {"reduction": "add"} if op_name(node).startswith("scatter_add") else {}
     return w.op("ScatterElements", w.names[args["self"]], w.names[args["index"]], values, axis=dim, **more)
 
 

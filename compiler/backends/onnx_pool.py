@@ -21,7 +21,8 @@ __all__ = ["POOL_HANDLERS"]
 def _convolution(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
     inputs = [w.names[args[name]] for name in ("input", "weight", "bias") if args[name] is not None]
     rank = len(value_of(node).shape) - 2
-    padding, more = _each(args["padding"], rank), {}
+    padding = _each(args["padding"], rank)
+    more: dict[str, Any] = {}
     if args["transposed"]:
         more["output_padding"] = _each(args["output_padding"], rank)
     return w.op(
