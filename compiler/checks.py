@@ -25,13 +25,13 @@ class Checks:
     Such a test is answered from the value it has while tracing, and the condition stays in the program: argument
     checks of ``torch.distributions``, asserts of the user. A test that chooses between two ways to go on is not
     answered, since the program would hold one of them only, unless it stands in a library (``branches``): whoever runs
-    the program must then have another one for the other way.
+    the program must then have another one for the other way, or know that the condition never changes.
     """
 
     def __init__(self, branches: bool) -> None:
         self._branches = branches
         self.branched = False
-        self._conditions: list[tuple[Tensor, bool]] = []
+        self._conditions: list[tuple[Tensor, bool, bool]] = []  # the tensor, its truth, whether code branches on it
         self._known: list[bool] | None = None
         self.lines: list[str] = []
 
@@ -39,6 +39,7 @@ class Checks:
         """The truth of ``tensor``, which ``frame`` asks for, or ``None`` where that is no check."""
         file, number = frame.f_code.co_filename, frame.f_lineno
         line = _check_at(file, number)
+        branch = line is None
         if line is None:
             if not self._branches or "site-packages" not in Path(file).parts:
                 return None
@@ -48,7 +49,7 @@ class Checks:
         else:
             with disable_proxy_modes_tracing():
                 truth = bool(tensor.detach())
-        self._conditions.append((tensor.detach(), truth))
+        self._conditions.append((tensor.detach(), truth, branch))
         if line not in self.lines:
             self.lines.append(line)
         return truth
@@ -57,18 +58,20 @@ class Checks:
         """Note a condition that an operation itself asks for: it holds while tracing, or eager would have failed."""
         if self._known is not None:
             self._known.pop(0)
-        self._conditions.append((tensor.detach(), True))
+        self._conditions.append((tensor.detach(), True, False))
         if line not in self.lines:
             self.lines.append(line)
 
     def replay(self) -> None:
         """From here on give the answers given so far, in their order: the tensors to come may have no values."""
-        self._known, self._conditions = [truth for _, truth in self._conditions], []
+        self._known, self._conditions = [truth for _, truth, _ in self._conditions], []
 
-    def combined(self) -> tuple[Tensor, ...]:
+    def combined(self, only_branches: bool = False) -> tuple[Tensor, ...]:
         """One flag that tells whether every check passes; nothing where there were none. Call it while tracing."""
         flag: Tensor | None = None
-        for tensor, truth in self._conditions:
+        for tensor, truth, branch in self._conditions:
+            if only_branches and not branch:
+                continue
             condition = tensor.reshape(())
             condition = condition if condition.dtype == torch.bool else condition != 0
             condition = condition if truth else condition.logical_not()

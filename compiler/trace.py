@@ -46,6 +46,7 @@ def trace(
     (train/eval flags, TensorDict interaction type, autocast). Random draws become inputs, see :class:`Noise`.
     Asserts on values are answered from the example and listed in ``program.assumptions``; with ``recheck`` the program
     tests them, and the argument checks of distributions, at each call: its last output then tells whether they hold.
+    So is a branch in a library's code; without ``recheck`` it must be the same for all inputs, as one on bounds is.
 
     graph: a :class:`KeyedGraph` or any ``tensordict.nn`` module. example: holds ``graph.in_keys``.
     dynamic: leave the first batch dim open; the program then takes any size from 2.
@@ -54,11 +55,13 @@ def trace(
     """
     example = as_example(example)
     signature = _Signature(graph, example, dynamic)
-    with torch.no_grad(), tracing(type(graph).__name__, recheck=recheck, branches=recheck) as checks:
+    with torch.no_grad(), tracing(type(graph).__name__, recheck=recheck, branches=True) as checks:
         signature.rehearse(checks)
         traced = signature.record(
-            lambda *tensors: signature.run(*tensors, checks=checks if recheck else None), signature.tensors
+            lambda *tensors: signature.run(*tensors, checks=checks, only_branches=not recheck), signature.tensors
         )
+    if checks.branched and not recheck:
+        signature.settle(traced, checks)
     slots = graph_slots(graph)
     traced, used = lift_state(traced, slots)
     tensors = [*signature.tensors, *(slot.read() for slot in used)]
@@ -66,7 +69,7 @@ def trace(
     state = mark_mutated(normal.graph, len(signature.tensors), used)
     outputs = signature.outputs(normal)
     program = Program(normal, signature.inputs, outputs, state, name=_name(graph), dynamic=dynamic)
-    program = replace(program, assumptions=tuple(checks.lines), branched=checks.branched)
+    program = replace(program, assumptions=tuple(checks.lines), branched=checks.branched and recheck)
     return lift_random(program)
 
 
@@ -181,7 +184,7 @@ class _Signature:
         with self.unseen(grads_of):
             return make_fx(run)(*tensors)
 
-    def run(self, *tensors: Tensor, checks: Checks | None = None) -> tuple[Tensor, ...]:
+    def run(self, *tensors: Tensor, checks: Checks | None = None, only_branches: bool = False) -> tuple[Tensor, ...]:
         """The outputs and, given ``checks``, the flag that tells whether those made on the way hold."""
         td = TensorDict({}, batch_size=self.batch_size)
         for key, tensor in zip(self.in_keys, tensors, strict=True):
@@ -191,9 +194,30 @@ class _Signature:
         for key, value in zip(self.out_keys, values, strict=True):
             if not isinstance(value, Tensor):
                 raise TraceError(f"out_key {key!r} is a {type(value).__name__}: only tensors can leave a program")
-        flag = checks.combined() if checks is not None else ()
+        flag = checks.combined(only_branches) if checks is not None else ()
         self.keys = [*self.out_keys, *([CHECKED] * len(flag))]
         return (*values, *flag)
+
+    def settle(self, traced: fx.GraphModule, checks: Checks) -> None:
+        """Take the flag of the branches out of ``traced``: they go the same way for all inputs, or it is an error."""
+        *_, output = traced.graph.nodes
+        *values, flag = output.args[0]
+        behind = {flag}  # what the flag is computed from
+        for node in reversed(traced.graph.nodes):
+            behind.update(node.all_input_nodes if node in behind else ())
+        random = torch.Tag.nondeterministic_seeded
+        if any(node.op == "placeholder" or random in getattr(node.target, "tags", ()) for node in behind):
+            lines = ", ".join(line for line in checks.lines if line.endswith("a branch of the library's"))
+            raise TraceError(
+                f"{type(self.graph).__name__} branches on values of its inputs ({lines}): one program goes one way "
+                "only. grl.compile(graph) has a program for each, and calls a node marked grl.opaque(...) between two"
+            )
+        output.args = (values,)
+        for node in reversed(list(traced.graph.nodes)):
+            if node in behind and not node.users:
+                traced.graph.erase_node(node)
+        traced.recompile()
+        self.keys = self.out_keys
 
     def outputs(self, traced: fx.GraphModule) -> tuple[Port, ...]:
         return tuple(Port.of(k, v) for k, v in zip(self.keys, _values(traced), strict=False))

@@ -12,6 +12,8 @@ from onnx import TensorProto
 from torch import Tensor, fx
 
 from graphrl.compiler.backends.c99.nodes import Unsupported, arguments, op_name, value_of
+from graphrl.compiler.backends.onnx_index import INDEX_HANDLERS
+from graphrl.compiler.backends.onnx_pool import POOL_HANDLERS
 
 if TYPE_CHECKING:
     from graphrl.compiler.backends.onnx_graph import Writer
@@ -25,7 +27,8 @@ UNARY = {
     "tanh": "Tanh", "sigmoid": "Sigmoid", "relu": "Relu", "exp": "Exp", "log": "Log", "sqrt": "Sqrt", "abs": "Abs",
     "reciprocal": "Reciprocal", "neg": "Neg", "sign": "Sign", "floor": "Floor", "ceil": "Ceil", "round": "Round",
     "sin": "Sin", "cos": "Cos", "tan": "Tan", "asin": "Asin", "acos": "Acos", "atan": "Atan", "sinh": "Sinh",
-    "cosh": "Cosh", "atanh": "Atanh", "erf": "Erf", "isnan": "IsNaN", "isinf": "IsInf", "logical_not": "Not",
+    "cosh": "Cosh", "asinh": "Asinh", "acosh": "Acosh", "atanh": "Atanh", "erf": "Erf", "isnan": "IsNaN",
+    "isinf": "IsInf", "logical_not": "Not",
     "bitwise_not": "Not",
 }  # fmt: skip
 BINARY = {
@@ -224,21 +227,6 @@ def _repeat(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
     return w.op("Tile", wide, w.ints(times))
 
 
-def _index(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
-    used = [(d, i) for d, i in enumerate(args["indices"]) if i is not None]
-    if len(used) != 1 or used[0][1].meta["val"].dtype == torch.bool:
-        raise Unsupported("indexing by several tensors, or by a mask, has no ONNX form here", node)
-    w.fixes_batch(node, [used[0][0]])
-    return w.op("Gather", w.names[args["self"]], w.names[used[0][1]], axis=used[0][0])
-
-
-def _gather(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
-    dim = args["dim"] % len(value_of(args["self"]).shape)
-    w.fixes_batch(node, [dim])
-    kind = "GatherElements" if op_name(node).startswith("gather") else "Gather"
-    return w.op(kind, w.names[args["self"]], w.names[args["index"]], axis=dim)
-
-
 def _where(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
     dtype = value_of(node).dtype
     return w.op(
@@ -326,10 +314,24 @@ def _fmod(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
 
 
 def _remainder(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
+    """With the sign of the divisor, as in Python; ONNX has that for integers only."""
     dtype = value_of(node).dtype
-    if dtype.is_floating_point:
-        raise Unsupported("remainder of floating-point numbers has no ONNX form here", node)
-    return w.op("Mod", w.read(args["self"], dtype), w.read(args["other"], dtype))
+    left, right = w.read(args["self"], dtype), w.read(args["other"], dtype)
+    if not dtype.is_floating_point:
+        return w.op("Mod", left, right)
+    rest, zero = w.op("Mod", left, right, fmod=1), w.number(0, dtype)
+    turned = w.op("Less", w.op("Mul", w.op("Sign", rest), w.op("Sign", right)), zero)
+    return w.op("Where", turned, w.op("Add", rest, right), rest)
+
+
+def _atan2(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
+    """From the angle of the absolute values, which lies between 0 and pi / 2."""
+    dtype = value_of(node).dtype
+    y, x, zero = w.read(args["self"], dtype), w.read(args["other"], dtype), w.number(0, dtype)
+    angle = w.op("Atan", w.op("Div", w.op("Abs", y), w.op("Abs", x)))
+    angle = w.op("Where", w.op("Equal", y, zero), zero, angle)
+    angle = w.op("Where", w.op("Less", x, zero), w.op("Sub", w.number(math.pi, dtype), angle), angle)
+    return w.op("Where", w.op("Less", y, zero), w.op("Neg", angle), angle)
 
 
 def _softmax(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
@@ -399,6 +401,8 @@ def _layer_norm(w: Writer, node: fx.Node, args: dict[str, Any]) -> list[str]:
 
 
 _HANDLERS: dict[str, Callable[[Writer, fx.Node, dict[str, Any]], Any]] = {
+    **INDEX_HANDLERS,
+    **POOL_HANDLERS,
     **dict.fromkeys(RESHAPES, _reshape),
     **dict.fromkeys(("permute", "transpose", "t"), _transpose),
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm"), _product),
@@ -408,13 +412,11 @@ _HANDLERS: dict[str, Callable[[Writer, fx.Node, dict[str, Any]], Any]] = {
     **dict.fromkeys(("max", "min"), _extreme),
     **dict.fromkeys(("any", "all"), _any),
     **dict.fromkeys(("split_with_sizes", "split"), _split),
-    **dict.fromkeys(("gather", "index_select"), _gather),
     "expand": _expand, "slice": _slice, "select": _select, "unbind": _unbind, "flip": _flip, "cat": _cat,
-    "constant_pad_nd": _pad, "repeat": _repeat, "index": _index, "where": _where, "elu": _elu, "gelu": _gelu,
+    "constant_pad_nd": _pad, "repeat": _repeat, "where": _where, "elu": _elu, "gelu": _gelu,
     "silu": _silu, "log1p": _log1p, "expm1": _expm1, "rsqrt": _rsqrt, "leaky_relu": _leaky_relu, "_to_copy": _cast,
-    "arange": _arange, "fmod": _fmod, "remainder": _remainder,
+    "arange": _arange, "fmod": _fmod, "remainder": _remainder, "atan2": _atan2,
     "cumsum": _cumsum, "var": _variance, "native_layer_norm": _layer_norm,
     "trunc": lambda w, node, args: _truncate(w, w.names[args["self"]]),
     "copy": lambda w, node, args: w.op("Expand", _read_source(w, node, args), w.ints(value_of(node).shape)),
-    "embedding": lambda w, node, args: w.op("Gather", w.names[args["weight"]], w.names[args["indices"]], axis=0),
 }  # fmt: skip
