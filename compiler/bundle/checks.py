@@ -271,13 +271,13 @@ def check_state(subject: Subject) -> None:
         other = {f"_{i}": torch.ones_like(fresh[i]) for i in starts}
         other |= {f"_{keys.index(s.key)}": fresh[keys.index(s.key)] + 0.5 for s in recurrent}
         if not torch.allclose(subject.command(fresh), subject.command(subject.row(**other)), rtol=1e-6, atol=1e-9):
-            raise ContractError("the first step of an episode as the policy itself starts it (is_init) differs from one "
+            raise ContractError("an episode's first step as the policy itself starts it (is_init) differs from one "
                                 "with the contract's initial state: is RecurrentState.initial training's?")  # fmt: skip
     after = float64_reference(subject.live, fresh)
     carried = {f"_{keys.index(s.key)}": after[outputs.index(s.next_key)] for s in recurrent}
     if torch.equal(subject.command(subject.row(**quiet, **carried)), subject.command(fresh)):
-        raise BundleError(f"the second step's action is the same with and without {[s.key for s in recurrent]}: it is not "
-                          "fed back, or has no effect")  # fmt: skip
+        raise BundleError(f"the second step's action is the same with and without {[s.key for s in recurrent]}: it is "
+                          "not fed back, or has no effect")  # fmt: skip
 
 
 def _episode(subject: Subject, player: Any, rows: Sequence[Sequence[Tensor]]) -> list[np.ndarray]:

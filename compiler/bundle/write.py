@@ -185,7 +185,7 @@ def _check_program(program: Program) -> None:
             raise BundleError(f"weight {slot.name!r} is not finite: the training diverged, or the file is damaged")
         if slot.mutated:
             raise BundleError(
-                f"check 'normalizer': the policy changes its own buffer {slot.name!r} when called: is it still learning?"
+                f"check 'normalizer': the policy changes its own buffer {slot.name!r} when called: still learning?"
             )
         if slot.device.type != "cpu":
             raise BundleError(f"weight {slot.name!r} is on {slot.device}: move a copy of the policy to the CPU first")

@@ -19,9 +19,11 @@ class Export:
     checkpoint: Annotated[str, tyro.conf.Positional]
     """Run folder, or the checkpoint folder inside it."""
     out: Annotated[str, tyro.conf.Positional]
-    """Folder to write."""
+    """Folder to write, or one file that ends in .zip."""
     targets: tuple[str, ...] = ("c99", "onnx", "numpy")
     """Also "pt2", an AOTInductor package: takes tens of seconds, and runs on this kind of CPU with this torch."""
+    waive: tuple[str, ...] = ()
+    """Checks whose failure the manifest records instead of stopping the export."""
     overwrite: bool = False
     """Replace a bundle that is there."""
 
@@ -29,9 +31,11 @@ class Export:
 def run(arguments: list[str]) -> None:
     """Export, and print what was written."""
     options = tyro.cli(Export, prog="graphrl export", args=arguments)
-    bundle = export_run(options.checkpoint, options.out, options.targets, overwrite=options.overwrite)
+    bundle = export_run(
+        options.checkpoint, options.out, options.targets, waive=options.waive, overwrite=options.overwrite
+    )
     parity = ", ".join(f"{name} {error:.1e}" for name, error in bundle.parity.items())
-    print(f"{bundle.path}: {', '.join(bundle.manifest['targets'])}; largest error against float64: {parity}")
+    print(f"{bundle.source}: {', '.join(bundle.manifest['targets'])}; largest error against float64: {parity}")
 
 
 def export_run(
@@ -39,6 +43,7 @@ def export_run(
     out: Path | str,
     targets: tuple[str, ...] = ("c99", "onnx", "numpy"),
     *,
+    waive: tuple[str, ...] = (),
     overwrite: bool = False,
 ) -> Any:
     """The policy of a run as a bundle; its contract says what the environment knows: rate, action bounds.
@@ -53,7 +58,7 @@ def export_run(
     with GymEnv(config.env.id, num_envs=16, seed=config.env.seed) as env:
         example = env.reset()
         contract = contract_of(env, config, policy)
-    return export(policy, out, example, targets=targets, contract=contract, overwrite=overwrite)
+    return export(policy, out, example, targets=targets, contract=contract, waive=waive, overwrite=overwrite)
 
 
 def contract_of(env: Any, config: Any, policy: Any) -> Any:
