@@ -385,7 +385,7 @@ def check_files(subject: Subject) -> None:
 
 
 PROGRAM_CHECKS: dict[str, Callable[[Subject], None]] = {
-    "inputs": check_inputs, "keys": check_keys, "sampling": check_sampling, "normalizer": check_normalizer,
+    "inputs": check_inputs, "keys": check_keys, "normalizer": check_normalizer, "sampling": check_sampling,
     "action": check_action, "rate": check_rate,
 }  # fmt: skip
 """Of the traced program, before anything is written."""

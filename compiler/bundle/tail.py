@@ -33,9 +33,9 @@ def reach(program: Program, action: Key) -> tuple[np.ndarray, np.ndarray]:
     places = [n for n in program.graph_module.graph.nodes if n.op == "placeholder"]
     first = len(program.inputs)
     state = dict(zip(places[first:], (s.read().detach() for s in program.state), strict=False))
-    ends = []
+    ends, like = [], root.meta["val"]
     for value in (-FAR, FAR):
-        values: dict[fx.Node, Any] = {**state, root: torch.full_like(root.meta["val"], value, device="cpu")}
+        values: dict[fx.Node, Any] = {**state, root: torch.full(like.shape, value, dtype=like.dtype)}
         for node in nodes:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""``graphrl bundle-bench BUNDLE``: how long a step takes here, in every runtime of a bundle, and what memory it needs."""
+"""``graphrl bundle-bench BUNDLE``: how long a step takes here in every runtime of a bundle, and its memory."""
 
 from __future__ import annotations
 
