@@ -130,4 +130,4 @@ def _latency(what: str, text: str) -> Latency:
 
 
 def _found(read: Any, what: str, text: str) -> Any:
-    return read(what, text) if f"\n{what}: " in text else None
+    return read(what, text) if re.search(rf"^{what}: ", text, re.MULTILINE) else None

@@ -98,7 +98,7 @@ def action_of(spec: Any) -> tuple[Any, str]:
     from graphrl.specs import Bounded, Categorical
 
     if isinstance(spec, Categorical):
-        bounds: dict[str, Any] = {"low": (0.0,), "high": (float(spec.n - 1),)}
+        bounds: dict[str, Any] = {"low": (0.0,), "high": (float(spec.n - 1),), "inside": ()}
         return ActionContract(names=("action_0",), **bounds), f"the action is one of {spec.n} choices, counted from 0"
     names = tuple(f"action_{i}" for i in range(spec.shape[-1]))
     if not isinstance(spec, Bounded):
