@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphrl.compiler.bundle.c_bench import measure_c
-from graphrl.compiler.bundle.contract import Contract, ObservationTerm, check_against
+from graphrl.compiler.bundle.contract import ActionContract, Contract, ObservationTerm, check_against
 from graphrl.compiler.bundle.golden import Golden
 from graphrl.compiler.bundle.names import c_names
 from graphrl.compiler.bundle.parity import Carried, Parity, Player, Run
@@ -172,7 +172,7 @@ def check_action(subject: Subject) -> None:
         raise BundleError(f"{twice}, and the contract leaves the {action.squash} to the caller: a squash doubled?")
     if not {"squash", "clip"} & set(action.inside):
         return
-    _check_bounds(subject)
+    _check_bounds(subject, action)
     scaled = action.scale is None or "scale" in action.inside
     if found and "squash" in action.inside and scaled and action.low is not None and action.high is not None:
         low, high = (np.array(v, np.float64) for v in (action.low, action.high))
@@ -182,9 +182,9 @@ def check_action(subject: Subject) -> None:
                                   "or scale missing, or doubled?")  # fmt: skip
 
 
-def _check_bounds(subject: Subject) -> None:
+def _check_bounds(subject: Subject, action: ActionContract) -> None:
     """Golden rows, among them some of three standard deviations, stay within the bounds."""
-    action, position = subject.contract.action, list(subject.live.out_keys).index(subject.action)
+    position = list(subject.live.out_keys).index(subject.action)
     for bound, sign in (("low", 1), ("high", -1)):
         values = getattr(action, bound)
         if values is None:

@@ -78,8 +78,9 @@ def _in_python(bundle: Bundle, target: str, rate_hz: float, calls: int, paced: i
     warm_up = next((i for i, us in enumerate(hot) if us <= slow), 0)
     times, late, overruns, bias = _paced(player.step, row, rate_hz, paced)
     subnormal = [_timed(player.step, tiny) for _ in range(calls // 10 + 1)]
-    parts = [_latency(us) for us in (hot, subnormal, times, late)]
-    return CBench(*parts, overruns, bias, None, at_work, _threads()), warm_up
+    made = CBench(_latency(hot), _latency(subnormal), _latency(times), _latency(late), overruns, bias, None, at_work,
+                  _threads())  # fmt: skip
+    return made, warm_up
 
 
 def _paced(

@@ -38,7 +38,8 @@ def reach(program: Program, action: Key) -> tuple[np.ndarray, np.ndarray]:
         values: dict[fx.Node, Any] = {**state, root: torch.full(like.shape, value, dtype=like.dtype)}
         for node in nodes:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)
+            operation: Any = node.target
+            values[node] = operation(*args, **kwargs)
         ends.append(_numbers(values[nodes[-1]] if nodes else values[root]))
     return np.minimum(*ends), np.maximum(*ends)
 
@@ -52,7 +53,8 @@ def _tail(program: Program, action: Key) -> tuple[fx.Node, list[fx.Node]]:
     graph = program.graph_module.graph
     returned: Any = next(n for n in graph.nodes if n.op == "output").args[0]
     state = set([n for n in graph.nodes if n.op == "placeholder"][len(program.inputs) :])
-    node, nodes = returned[list(program.out_keys).index(action)], []
+    nodes: list[fx.Node] = []
+    node: fx.Node = returned[list(program.out_keys).index(action)]
     while node.target in PASSED or node.target in SQUASHES:
         varying = [n for n in node.all_input_nodes if n not in state]
         if len(varying) != 1:

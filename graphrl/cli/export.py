@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,8 @@ class Export:
     """Folder to write, or one file that ends in .zip."""
     targets: tuple[str, ...] = ("c99", "onnx", "numpy")
     """Also "pt2", an AOTInductor package: takes tens of seconds, and runs on this kind of CPU with this torch."""
+    rate_hz: float | None = None
+    """Control steps a second, where the environment does not tell."""
     waive: tuple[str, ...] = ()
     """Checks whose failure the manifest records instead of stopping the export."""
     overwrite: bool = False
@@ -32,7 +34,12 @@ def run(arguments: list[str]) -> None:
     """Export, and print what was written."""
     options = tyro.cli(Export, prog="graphrl export", args=arguments)
     bundle = export_run(
-        options.checkpoint, options.out, options.targets, waive=options.waive, overwrite=options.overwrite
+        options.checkpoint,
+        options.out,
+        options.targets,
+        rate_hz=options.rate_hz,
+        waive=options.waive,
+        overwrite=options.overwrite,
     )
     parity = ", ".join(f"{name} {error:.1e}" for name, error in bundle.parity.items())
     print(f"{bundle.source}: {', '.join(bundle.manifest['targets'])}; largest error against float64: {parity}")
@@ -43,6 +50,7 @@ def export_run(
     out: Path | str,
     targets: tuple[str, ...] = ("c99", "onnx", "numpy"),
     *,
+    rate_hz: float | None = None,
     waive: tuple[str, ...] = (),
     overwrite: bool = False,
 ) -> Any:
@@ -58,6 +66,7 @@ def export_run(
     with GymEnv(config.env.id, num_envs=16, seed=config.env.seed) as env:
         example = env.reset()
         contract = contract_of(env, config, policy)
+        contract = contract if rate_hz is None else replace(contract, rate_hz=rate_hz)
     return export(policy, out, example, targets=targets, contract=contract, waive=waive, overwrite=overwrite)
 
 
