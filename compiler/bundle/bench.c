@@ -1,11 +1,27 @@
-/* Latency of @prefix@_step on this machine, hot and then paced: bench [calls] [rate_hz]. POSIX clocks. */
+/* Latency of @prefix@_step on this machine, hot and then paced: bench [calls] [rate_hz] [paced_calls]. POSIX clocks.
+   Built with -D@PREFIX@_COUNT_ALLOCATIONS and -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc it counts allocations. */
 #define _POSIX_C_SOURCE 200809L
 #include "@prefix@.h"
+#include "@prefix@_golden.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+
+#ifdef @PREFIX@_COUNT_ALLOCATIONS
+static unsigned long allocations = 0;
+static unsigned long counted = 0; /* in the last hot loop */
+void *__real_malloc(size_t size);
+void *__real_calloc(size_t count, size_t size);
+void *__real_realloc(void *old, size_t size);
+void *__wrap_malloc(size_t size);
+void *__wrap_calloc(size_t count, size_t size);
+void *__wrap_realloc(void *old, size_t size);
+void *__wrap_malloc(const size_t size) { ++allocations; return __real_malloc(size); }
+void *__wrap_calloc(const size_t count, const size_t size) { ++allocations; return __real_calloc(count, size); }
+void *__wrap_realloc(void *const old, const size_t size) { ++allocations; return __real_realloc(old, size); }
+#endif
 
 static double now_us(void)
 {
@@ -24,7 +40,7 @@ static int ascending(const void *const a, const void *const b)
 static void report(const char *const what, double *const us, const size_t n)
 {
     qsort(us, n, sizeof us[0], ascending);
-    printf("%s: %zu calls, p50 %.2f us, p99 %.2f us, p99.9 %.2f us, max %.2f us\n", what, n, us[n / 2],
+    printf("%s: %zu calls, p50 %.3f us, p99 %.3f us, p99.9 %.3f us, max %.3f us\n", what, n, us[n / 2],
            us[(n * 99) / 100], us[(n * 999) / 1000], us[n - 1]);
 }
 
@@ -36,34 +52,83 @@ static void wait_until(const double t_us)
     }
 }
 
+static int threads(void) /* of this process, where Linux tells; 0 elsewhere */
+{
+    char line[256];
+    int found = 0;
+    FILE *const file = fopen("/proc/self/status", "r");
+    if (file == NULL) { return 0; }
+    while (found == 0 && fgets(line, (int)sizeof line, file) != NULL) {
+        if (strncmp(line, "Threads:", 8) == 0) { found = (int)strtol(line + 8, NULL, 10); }
+    }
+    fclose(file);
+    return found;
+}
+
+static @prefix@_state st_;
+static @prefix@_state *const st = &st_;
+static @prefix@_obs obs;
+static @prefix@_command command;
+
+static void hot(const char *const what, double *const us, const size_t n)
+{
+#ifdef @PREFIX@_COUNT_ALLOCATIONS
+    allocations = 0;
+#endif
+    for (size_t i = 0; i < n; ++i) {
+        const double start = now_us();
+        (void)@prefix@_step(st, &obs, &command);
+        us[i] = now_us() - start;
+    }
+#ifdef @PREFIX@_COUNT_ALLOCATIONS
+    counted = allocations;
+#endif
+    report(what, us, n);
+}
+
+static void paced(double *const us, double *const late, const size_t n, const double rate_hz)
+{
+    const double period = 1e6 / rate_hz;
+    const double begin = now_us() + period;
+    double last = begin;
+    size_t overruns = 0;
+    for (size_t i = 0; i < n; ++i) {
+        const double due = begin + (double)i * period; /* absolute: a late step does not move the next one */
+        wait_until(due);
+        last = now_us();
+        (void)@prefix@_step(st, &obs, &command);
+        us[i] = now_us() - last;
+        late[i] = last - due;
+        if (last + us[i] > due + period) { ++overruns; }
+    }
+    report("paced", us, n);
+    report("late", late, n);
+    printf("overruns: %zu\nperiod bias: %.3f us\n", overruns,
+           n > 1 ? (last - begin) / (double)(n - 1) - period : 0.0);
+}
+
 int main(const int argc, char **const argv)
 {
     const size_t n = argc > 1 ? (size_t)strtoul(argv[1], NULL, 10) : 20000u;
     const double rate_hz = argc > 2 ? strtod(argv[2], NULL) : 0.0;
-    static @prefix@_state st;
-    static @prefix@_obs obs;
-    static @prefix@_command command;
-    double *const us = malloc((n > 0 ? n : 1) * sizeof us[0]);
-    if (us == NULL || n == 0) { return 1; }
-    @prefix@_init(&st);
-    memset(&obs, 0, sizeof obs);
-    for (size_t i = 0; i < n; ++i) {
-        const double start = now_us();
-        (void)@prefix@_step(&st, &obs, &command);
-        us[i] = now_us() - start;
-    }
-    report("hot", us, n);
-    if (rate_hz > 0.0) {
-        const size_t m = n < 2000u ? n : 2000u;
-        const double begin = now_us();
-        for (size_t i = 0; i < m; ++i) {
-            wait_until(begin + (double)i * 1e6 / rate_hz);
-            const double start = now_us();
-            (void)@prefix@_step(&st, &obs, &command);
-            us[i] = now_us() - start;
-        }
-        report("paced", us, m);
-    }
+    const size_t m = argc > 3 ? (size_t)strtoul(argv[3], NULL, 10) : (n < 2000u ? n : 2000u);
+    const size_t most = n > m ? n : m;
+    const int row = 0;
+    double *const us = malloc((most + 1) * sizeof us[0]);
+    double *const late = malloc((most + 1) * sizeof late[0]);
+    const int before = threads();
+    if (us == NULL || late == NULL || n == 0) { return 1; }
+    @prefix@_init(st);
+@load@
+    hot("hot", us, n); /* the first steps among them */
+#ifdef @PREFIX@_COUNT_ALLOCATIONS
+    printf("allocations: %lu\n", counted);
+#endif
+    printf("threads: %d then %d\n", before, threads());
+    if (rate_hz > 0.0 && m > 0) { paced(us, late, m, rate_hz); }
+@fill@
+    hot("subnormal", us, n / 10u + 1u);
     free(us);
+    free(late);
     return 0;
 }

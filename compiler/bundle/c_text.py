@@ -77,7 +77,7 @@ def write_c(
         raise BundleError(f"c99: {problem.explain(program)}") from None
     inputs, outputs = _members(program, contract)
     head = _header(inputs, outputs, contract, prefix, generated)
-    marks = {"@prefix@": prefix, "@PREFIX@": prefix.upper(), "@load@": _load(inputs, prefix),
+    marks = {"@prefix@": prefix, "@PREFIX@": prefix.upper(), "@load@": _load(inputs, prefix), "@fill@": _fill(inputs),
              "@compare@": _compare(outputs, prefix, tolerance, scales)}  # fmt: skip
     files = {f"{prefix}.h": head, f"{prefix}.c": _source(inputs, outputs, contract, prefix, generated)}
     files[f"{prefix}_golden.h"] = _golden_header(inputs, outputs, golden, prefix)
@@ -252,6 +252,13 @@ def _load(inputs: Sequence[Member], prefix: str) -> str:
         target = f"{'st->' if m.place == 'state' else 'obs.'}{m.name}"
         lines.append(f"memcpy({target}, {prefix}_golden_{m.name}[row], sizeof {target});")
     return "\n".join(f"        {line}" for line in lines)
+
+
+def _fill(inputs: Sequence[Member]) -> str:
+    """Subnormal numbers everywhere."""
+    floats = [m for m in inputs if m.place == "obs" and m.c_type == "float"]
+    lines = [f"for (int i = 0; i < {m.size}; ++i) {{ obs.{m.name}[i] = 1e-40f; }}" for m in floats]
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def _compare(outputs: Sequence[Member], prefix: str, tolerance: float, scales: Sequence[float]) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrl.compiler.bundle.c_policy import CPolicy, check_files
 from graphrl.compiler.bundle.contract import hash_contract
+from graphrl.compiler.bundle.files import unpack
 from graphrl.errors import BundleError
 
 if TYPE_CHECKING:
@@ -21,10 +25,14 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True, repr=False)
 class Bundle:
-    """A bundle on disk whose files have the hashes its manifest states."""
+    """A bundle on disk whose files have the hashes its manifest states.
+
+    path: its folder. source: what was opened; of a ``.zip``, ``path`` is a copy that goes when the bundle does.
+    """
 
     path: Path
     manifest: dict[str, Any]
+    source: Path
 
     @property
     def contract(self) -> dict[str, Any]:
@@ -37,10 +45,10 @@ class Bundle:
         return self.manifest["reports"]["parity"]["max_relative_error"]  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
-        return f"Bundle({str(self.path)!r}, targets={list(self.manifest['targets'])})"
+        return f"Bundle({str(self.source)!r}, targets={list(self.manifest['targets'])})"
 
     def __str__(self) -> str:
-        lines = [f"bundle {self.path}: {', '.join(self.manifest['targets'])}"]
+        lines = [f"bundle {self.source}: {', '.join(self.manifest['targets'])}"]
         lines += [f"  {name}: largest error {error:.1e} against float64" for name, error in self.parity.items()]
         return "\n".join(lines)
 
@@ -59,17 +67,33 @@ class Bundle:
 
 
 def load(path: str | Path) -> Bundle:
-    """Open a bundle and check every file against the manifest.
+    """Open a bundle, a folder or a ``.zip``, and check every file against the manifest.
 
     Raises :class:`BundleError` naming the file that is missing, changed, or does not belong to the bundle.
     """
-    folder = Path(path)
+    source = Path(path)
+    if not source.is_file():
+        return _load_folder(source, source)
+    folder = Path(tempfile.mkdtemp(prefix="graphrl-bundle-"))
+    try:
+        unpack(source, folder)
+        bundle = _load_folder(folder, source)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, BundleError):
+            raise BundleError(str(error).replace(str(folder), str(source))) from None
+        raise
+    weakref.finalize(bundle, shutil.rmtree, folder, ignore_errors=True)
+    return bundle
+
+
+def _load_folder(folder: Path, source: Path) -> Bundle:
     manifest = read_manifest(folder)
     try:
         check_files(folder)
     except ValueError as error:
         raise BundleError(str(error)) from None
-    return Bundle(folder, manifest)
+    return Bundle(folder, manifest, source)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

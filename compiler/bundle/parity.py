@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Parity", "Player", "Row", "Run", "measure"]
+__all__ = ["Carried", "Parity", "Player", "Row", "Run", "measure"]
 
 Row = list[np.ndarray]
 """One value for each of a program's inputs, or outputs, in its order."""
@@ -46,7 +46,7 @@ class Parity:
         return max(self.relative, self.sequence or 0.0)
 
 
-class _Carried:
+class Carried:
     """A :class:`Player` around a runtime that takes recurrent values in and gives them out."""
 
     def __init__(self, manifest: Mapping[str, Any], run: Run) -> None:
@@ -55,12 +55,14 @@ class _Carried:
         self.reset()
 
     def reset(self) -> None:
+        """Recurrent values as the contract puts them."""
         ports = {p["key"]: p for p in self.inputs}
         self._state = {
             s["key"]: np.full(ports[s["key"]]["shape"], s["initial"], ports[s["key"]]["dtype"]) for s in self.recurrent
         }
 
     def step(self, observation: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """All outputs by key."""
         given = {**observation, **self._state}
         found = self._run([given[p["key"]] for p in self.inputs])
         named = {p["key"]: np.asarray(value) for p, value in zip(self.outputs, found, strict=True)}
@@ -88,7 +90,7 @@ def measure(
                 worst, where = relative, f"row {i}, {key!r}"
     if "sequence/reset" not in golden:
         return Parity(worst, absolute, None, where)
-    sequence, player = 0.0, player or _Carried(manifest, run)
+    sequence, player = 0.0, player or Carried(manifest, run)
     for t, start in enumerate(golden["sequence/reset"]):
         if start:
             player.reset()

@@ -38,8 +38,20 @@ class CPlayer:
     """The C policy with its own state, outputs by key."""
 
     def __init__(self, policy: CPolicy) -> None:
-        self._policy, self.reset, self.failures = policy, policy.reset, policy.selftest
+        self._policy, self.failures = policy, policy.selftest
         self._keys = [m["key"] for m in policy.outputs]
+        self._state_names = {m["key"]: m["name"] for m in policy.manifest["c"]["inputs"] if m["place"] == "state"}
+
+    @property
+    def status(self) -> int:
+        """Of the last step."""
+        return self._policy.status
+
+    def reset(self, state: Mapping[str, np.ndarray] | None = None) -> None:
+        """Start an episode: recurrent values as the contract puts them, or as given in ``state``."""
+        self._policy.reset()
+        for key, value in (state or {}).items():
+            self._policy.state_arrays()[self._state_names[key]][...] = np.asarray(value).reshape(-1)
 
     def step(self, observation: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         result = self._policy(observation)

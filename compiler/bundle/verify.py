@@ -32,7 +32,7 @@ class Verification:
     def __str__(self) -> str:
         ran = ", ".join(f"{name} within {error:.1e}" for name, error in self.errors.items()) or "no runtime was run"
         left = "".join(f"; {name} not run: {why}" for name, why in self.skipped.items())
-        return f"{self.bundle.path}: {self.files} files intact, {ran}{left}"
+        return f"{self.bundle.source}: {self.files} files intact, {ran}{left}"
 
 
 def verify(path: str | Path) -> Verification:

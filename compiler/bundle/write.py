@@ -19,22 +19,30 @@ from torch import Tensor
 from graphrl._version import __version__
 from graphrl.compiler.backends.aot import write_package
 from graphrl.compiler.bundle.c_text import CFiles, write_c
-from graphrl.compiler.bundle.contract import Contract, check_against
+from graphrl.compiler.bundle.checks import (
+    FILE_CHECKS,
+    PROGRAM_CHECKS,
+    RUNTIME_CHECKS,
+    Subject,
+    check_waivers,
+    fingerprint,
+    run_checks,
+)
+from graphrl.compiler.bundle.contract import Contract
 from graphrl.compiler.bundle.contract_text import contract_text
 from graphrl.compiler.bundle.files import dump_json, dump_npz, hash_files, sha256, whole_folder
-from graphrl.compiler.bundle.golden import Golden, make_golden
+from graphrl.compiler.bundle.golden import make_golden
 from graphrl.compiler.bundle.graph_json import program_to_json
 from graphrl.compiler.bundle.load import SCHEMA_VERSION, Bundle, load
 from graphrl.compiler.bundle.names import check_prefix
-from graphrl.compiler.bundle.parity import Parity, measure
+from graphrl.compiler.bundle.parity import measure
 from graphrl.compiler.bundle.runners import RUNNERS, why_not_here
-from graphrl.compiler.bundle.verify import verify
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Program
 from graphrl.compiler.trace import as_example, trace
 from graphrl.errors import BundleError, CompileError, did_you_mean
 from graphrl.graph import KeyedGraph
-from graphrl.keys import Key, normalize_key, normalize_keys
+from graphrl.keys import Key, encode_key, normalize_key, normalize_keys
 
 __all__ = ["ALL_TARGETS", "TARGETS", "TOLERANCE", "export"]
 
@@ -55,6 +63,7 @@ def export(
     contract: Contract | None = None,
     prefix: str = "policy",
     action_key: Key = "action",
+    waive: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Bundle:
     """Write ``policy`` as a bundle for a robot: C99, ONNX, numpy runtime, weights, contract, golden vectors, parity.
@@ -63,20 +72,23 @@ def export(
     deterministically, for one observation. The policy itself, its flags, buffers and random state, stays as it was.
     example: a batch of observations; its first row fixes the shapes, up to 16 rows become golden vectors.
     contract: what the robot must know; checked against the policy. Without one, all its fields are null.
-    prefix: start of the C names. The folder appears whole or not at all; ``overwrite`` replaces a bundle only once the
-    new one is verified. The same policy, example and contract give the same bytes (``pt2`` apart: torch numbers each
-    package anew).
+    prefix: start of the C names. waive: names of checks (``checks.CHECKS``) whose failure the manifest records instead
+    of stopping. The bundle, a folder or one file ``.zip``, appears whole or not at all; ``overwrite`` replaces one only
+    once the new one is verified. The same policy, example and contract give the same bytes (``pt2`` apart: torch
+    numbers each package anew).
 
     Raises :class:`BundleError` with the reason: a missing action, weights that are not finite, sampling or a buffer
     that changes, an operation without C, ONNX or numpy form, parity beyond 1e-5 of the action's scale, an unwritable
-    folder; :class:`ContractError` where the contract contradicts the policy.
+    folder, any other check; :class:`ContractError` where the contract contradicts the policy.
     """
     targets = _check_targets(targets)
     check_prefix(prefix)
+    check_waivers(waive)
     target = Path(path)
     contract = contract or Contract()
     graph = _acting_graph(policy, normalize_key(action_key), contract)
     rows = _rows(example, graph)
+    before = fingerprint(graph)
     with _acting(policy, graph):
         live = run_passes(trace(graph, rows[0]))
         _check_program(live)
@@ -86,12 +98,19 @@ def export(
         inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
         golden = make_golden(live, inputs, contract.recurrent or ())
         ports = {"contract": contract.as_dict(), **program_to_json(live)}
-        eager = measure(golden.arrays(live), ports, _eager(graph, rows[0], live))
+        run = _eager(graph, rows[0], live)
+        eager = measure(golden.arrays(live), ports, run)
+        subject = Subject(
+            contract, normalize_key(action_key), graph, before, live, golden, run, TOLERANCE, targets,
+            parity={"eager": eager},
+        )  # fmt: skip
+        run_checks(subject, PROGRAM_CHECKS, waive)
     deployed = run_passes(live, deploy=True)
-    _check_contract(contract, live, normalize_key(action_key), golden)
     with whole_folder(target, overwrite=overwrite) as folder:
-        _write(folder, live, deployed, contract, golden, eager, targets, prefix)
-        verify(folder)
+        _write(folder, subject, deployed, prefix)
+        run_checks(subject, RUNTIME_CHECKS, waive)
+        _finish(subject)
+        run_checks(subject, FILE_CHECKS, waive)
     return load(target)
 
 
@@ -166,16 +185,18 @@ def _check_program(program: Program) -> None:
             raise BundleError(f"weight {slot.name!r} is not finite: the training diverged, or the file is damaged")
         if slot.mutated:
             raise BundleError(
-                f"the policy changes its own buffer {slot.name!r} when called: a normaliser still learning?"
+                f"check 'normalizer': the policy changes its own buffer {slot.name!r} when called: still learning?"
             )
         if slot.device.type != "cpu":
             raise BundleError(f"weight {slot.name!r} is on {slot.device}: move a copy of the policy to the CPU first")
     if program.noise:
-        raise BundleError("sampling left in: the policy draws random numbers although it was asked to act "
-                          "deterministically; give its distribution a mode or mean")  # fmt: skip
+        raise BundleError("check 'sampling': sampling left in: the policy draws random numbers although it was asked "
+                          "to act deterministically; give its distribution a mode or mean")  # fmt: skip
     for node in program.graph_module.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise BundleError(f"sampling or dropout left in: {node.target} at node {node.name!r} draws random numbers")
+            raise BundleError(
+                f"check 'sampling': sampling or dropout left in: {node.target} at {node.name!r} draws random numbers"
+            )
 
 
 def _eager(graph: KeyedGraph, row: TensorDictBase, program: Program) -> Any:
@@ -189,25 +210,6 @@ def _eager(graph: KeyedGraph, row: TensorDictBase, program: Program) -> Any:
     return run
 
 
-def _check_contract(contract: Contract, program: Program, action: Key, golden: Golden) -> None:
-    sizes = {p.key: int(torch.Size(p.shape).numel()) for p in program.inputs}
-    (position,) = (i for i, p in enumerate(program.outputs) if p.key == action)
-    check_against(contract, sizes, action, int(torch.Size(program.outputs[position].shape).numel()))
-    wanted = contract.action
-    if wanted is None or wanted.inside is None or not {"squash", "clip"} & set(wanted.inside):
-        return
-    for bound, sign in (("low", 1), ("high", -1)):
-        values = getattr(wanted, bound)
-        if values is not None:
-            limit = torch.tensor(values, dtype=torch.float64)
-            for row in golden.outputs:
-                if bool((sign * (row[position].double().reshape(-1) - limit) < -1e-5).any()):
-                    raise BundleError(
-                        f"the action leaves its bounds ({bound} {list(values)}) although the contract says that "
-                        f"{list(wanted.inside)} happen inside the program: a squash or scale missing, or doubled?"
-                    )
-
-
 @dataclass(frozen=True)
 class _Identity:
     contract: dict[str, Any]
@@ -216,11 +218,9 @@ class _Identity:
     weight_hash: str
 
 
-def _write(
-    folder: Path, live: Program, deployed: Program, contract: Contract, golden: Golden, eager: Parity,
-    targets: Sequence[str], prefix: str,
-) -> None:  # fmt: skip
-    """All files, the manifest last."""
+def _write(folder: Path, subject: Subject, deployed: Program, prefix: str) -> None:
+    """All files but the reports, and a first manifest for the runtimes; then what each runtime makes of them."""
+    live, contract, golden, targets = subject.live, subject.contract, subject.golden, subject.targets
     contract_hash = contract.sha256()
     graph = {"schema_version": SCHEMA_VERSION, "contract_hash": contract_hash, **program_to_json(live)}
     graph_text = dump_json(graph)
@@ -250,27 +250,23 @@ def _write(
             raise BundleError(str(error)) from error
     if "numpy" in targets:
         (folder / "runtime.py").write_bytes((Path(__file__).parent / "runtime.py").read_bytes())
-    manifest = _manifest(live, who, targets, interface)
-    (folder / "manifest.json").write_text(dump_json(manifest))  # the runners below read it
-    parity = {"eager": eager}
-    for target in targets:
-        if why_not_here(target) is None:
-            parity[target] = measure(arrays, manifest, *RUNNERS[target](folder, manifest))
-    _finish(folder, manifest, parity, arrays)
+    said = subject.manifest
+    subject.folder, subject.manifest = folder, {**_manifest(live, who, targets, interface), **said}
+    (folder / "manifest.json").write_text(dump_json(subject.manifest))
+    subject.runs = {t: RUNNERS[t](folder, subject.manifest) for t in targets if why_not_here(t) is None}
+    for target, (run, player) in subject.runs.items():
+        subject.parity[target] = measure(arrays, subject.manifest, run, player)
 
 
-def _finish(folder: Path, manifest: dict[str, Any], parity: dict[str, Parity], golden: dict[str, Any]) -> None:
-    for runtime, found in parity.items():
-        if not found.worst <= TOLERANCE:
-            raise BundleError(
-                f"{runtime} differs from the float64 reference by {found.worst:.2e} of the action's scale "
-                f"({found.where}); {TOLERANCE:.0e} is allowed"
-            )
+def _finish(subject: Subject) -> None:
+    """The reports, and the manifest that lists every file."""
+    folder, manifest, parity = subject.folder, subject.manifest, subject.parity
+    sequence = subject.golden.sequence
     summary = {
         "tolerance": TOLERANCE,
-        "rows": len(golden["kind"]),
-        "sequence_steps": len(golden.get("sequence/reset", ())),
-        "scale": {p["key"]: float(golden[f"scale/{p['key']}"]) for p in manifest["outputs"]},
+        "rows": len(subject.golden.kinds),
+        "sequence_steps": len(sequence.resets) if sequence else 0,
+        "scale": {encode_key(p.key): s for p, s in zip(subject.live.outputs, subject.golden.scales, strict=True)},
         "max_relative_error": {name: p.relative for name, p in parity.items()},
         "max_absolute_error": {name: p.absolute for name, p in parity.items()},
         "sequence_relative_error": {name: p.sequence for name, p in parity.items()},
@@ -280,6 +276,7 @@ def _finish(folder: Path, manifest: dict[str, Any], parity: dict[str, Parity], g
     (folder / "reports").mkdir()
     (folder / "reports" / "parity.json").write_text(dump_json(report))
     (folder / "reports" / "contract.md").write_text(contract_text(manifest))
+    manifest["checks"]["files"] = "passed"  # comes next; where it does not pass, there is no bundle
     manifest["files"] = hash_files(folder)
     (folder / "manifest.json").write_text(dump_json(manifest))
 
@@ -291,8 +288,6 @@ def _text_array(text: str) -> Any:
 
 
 def _interface(files: CFiles, prefix: str) -> dict[str, Any]:
-    from graphrl.keys import encode_key
-
     sides = [
         [{"key": encode_key(m.key), "name": m.name, "c_type": m.c_type, "shape": list(m.shape), "size": m.size,
           "place": m.place} for m in members] for members in (files.inputs, files.outputs)

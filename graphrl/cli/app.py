@@ -22,6 +22,7 @@ COMMANDS = {
     "export": "write a trained policy as a bundle for a robot: graphrl export RUN OUT",
     "verify": "check a bundle where it will run: graphrl verify BUNDLE",
     "inspect": "print what a bundle holds and says: graphrl inspect BUNDLE",
+    "bundle-bench": "time a bundle's runtimes on this machine: graphrl bundle-bench BUNDLE --rate 50",
     "diff": "tell what differs between two bundles: graphrl diff A B",
     "replay": "run a recorded log through a bundle, to the first difference: graphrl replay BUNDLE LOG",
     "demo": "train, measure, export and run the C policy on Pendulum, in a minute or two",
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # --env.id module:Id finds a module that lies here
-        return importlib.import_module(f"graphrl.cli.{name}").run(rest) or 0
+        return importlib.import_module(f"graphrl.cli.{name.replace('-', '_')}").run(rest) or 0
     except KeyboardInterrupt as stop:
         if debug:
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,9 +19,13 @@ class Export:
     checkpoint: Annotated[str, tyro.conf.Positional]
     """Run folder, or the checkpoint folder inside it."""
     out: Annotated[str, tyro.conf.Positional]
-    """Folder to write."""
+    """Folder to write, or one file that ends in .zip."""
     targets: tuple[str, ...] = ("c99", "onnx", "numpy")
     """Also "pt2", an AOTInductor package: takes tens of seconds, and runs on this kind of CPU with this torch."""
+    rate_hz: float | None = None
+    """Control steps a second, where the environment does not tell."""
+    waive: tuple[str, ...] = ()
+    """Checks whose failure the manifest records instead of stopping the export."""
     overwrite: bool = False
     """Replace a bundle that is there."""
 
@@ -29,9 +33,16 @@ class Export:
 def run(arguments: list[str]) -> None:
     """Export, and print what was written."""
     options = tyro.cli(Export, prog="graphrl export", args=arguments)
-    bundle = export_run(options.checkpoint, options.out, options.targets, overwrite=options.overwrite)
+    bundle = export_run(
+        options.checkpoint,
+        options.out,
+        options.targets,
+        rate_hz=options.rate_hz,
+        waive=options.waive,
+        overwrite=options.overwrite,
+    )
     parity = ", ".join(f"{name} {error:.1e}" for name, error in bundle.parity.items())
-    print(f"{bundle.path}: {', '.join(bundle.manifest['targets'])}; largest error against float64: {parity}")
+    print(f"{bundle.source}: {', '.join(bundle.manifest['targets'])}; largest error against float64: {parity}")
 
 
 def export_run(
@@ -39,6 +50,8 @@ def export_run(
     out: Path | str,
     targets: tuple[str, ...] = ("c99", "onnx", "numpy"),
     *,
+    rate_hz: float | None = None,
+    waive: tuple[str, ...] = (),
     overwrite: bool = False,
 ) -> Any:
     """The policy of a run as a bundle; its contract says what the environment knows: rate, action bounds.
@@ -53,7 +66,8 @@ def export_run(
     with GymEnv(config.env.id, num_envs=16, seed=config.env.seed) as env:
         example = env.reset()
         contract = contract_of(env, config, policy)
-    return export(policy, out, example, targets=targets, contract=contract, overwrite=overwrite)
+        contract = contract if rate_hz is None else replace(contract, rate_hz=rate_hz)
+    return export(policy, out, example, targets=targets, contract=contract, waive=waive, overwrite=overwrite)
 
 
 def contract_of(env: Any, config: Any, policy: Any) -> Any:
@@ -93,7 +107,7 @@ def action_of(spec: Any) -> tuple[Any, str]:
     from graphrl.specs import Bounded, Categorical
 
     if isinstance(spec, Categorical):
-        bounds: dict[str, Any] = {"low": (0.0,), "high": (float(spec.n - 1),)}
+        bounds: dict[str, Any] = {"low": (0.0,), "high": (float(spec.n - 1),), "inside": ()}
         return ActionContract(names=("action_0",), **bounds), f"the action is one of {spec.n} choices, counted from 0"
     names = tuple(f"action_{i}" for i in range(spec.shape[-1]))
     if not isinstance(spec, Bounded):

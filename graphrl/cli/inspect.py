@@ -28,7 +28,7 @@ def run(arguments: list[str]) -> None:
 
     bundle = load(options.bundle)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    for table in (_contract(bundle), _interface(bundle), _parity(bundle), _files(bundle)):
+    for table in (_contract(bundle), _interface(bundle), _parity(bundle), _checks(bundle), _files(bundle)):
         console.print(table)
 
 
@@ -77,6 +77,16 @@ def _parity(bundle: Any) -> Any:
         figures = [parity[column].get(name) for column in
                    ("max_relative_error", "max_absolute_error", "sequence_relative_error")]  # fmt: skip
         table.add_row(name, *("" if f is None else f"{f:.1e}" for f in figures))
+    return table
+
+
+def _checks(bundle: Any) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("check", "result", title="checks when it was exported")
+    for name, result in bundle.manifest.get("checks", {}).items():
+        table.add_row(name, escape(result))
     return table
 
 

@@ -22,7 +22,8 @@ SHORTER = {
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_every_command_of_the_page_works(tmp_path: Path) -> None:
     blocks = re.findall(r"```(bash|c|python)\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert [kind for kind, _ in blocks] == "bash c bash bash python bash python bash bash bash bash".split()
+    kinds = "bash c bash bash python bash python bash bash bash bash bash"
+    assert [kind for kind, _ in blocks] == kinds.split()
     (tmp_path / "bin").mkdir()
     (tmp_path / "examples").symlink_to(PAGE.parents[1] / "examples")
     for name, line in (("graphrl", f'"{sys.executable}" -m graphrl'), ("python", f'"{sys.executable}"')):
@@ -46,7 +47,8 @@ def test_every_command_of_the_page_works(tmp_path: Path) -> None:
         assert result.returncode == 0, f"block {i}:\n{text}\n{result.stdout}\n{result.stderr}"
         told += result.stdout
     for part in ("status 0, action", "0 of ", "1000 steps: p50", "files intact, c99 within", "golden vectors agree",
-                 "do not differ", "50 steps agree, within 0.0e+00", "steps 60\n"):  # fmt: skip
+                 "do not differ", "50 steps agree, within 0.0e+00", "steps 60\n",
+                 "paced at 50 Hz", "stack at most", "\npaced: 50 calls, p50"):  # fmt: skip
         assert part in told, part
     returns = re.findall(r"return (\S+) over 5 episodes", told)  # of the arm, driven in Python and in C
     assert len(returns) == 2 and returns[0] == returns[1]

@@ -139,8 +139,10 @@ def test_an_environment_of_one_s_own(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert train("--env.id", "my_own_envs:MyOwn-v0", "--out", "run") == 0
-    assert main(["export", "run", "bundle", "--targets", "c99"]) == 0
-    assert main(["export", "run", "bundle", "--targets", "c99"]) == 2
+    assert main(["export", "run", "bundle", "--targets", "c99"]) == 2  # the environment tells no rate
+    assert "rate_hz" in capsys.readouterr().err
+    assert main(["export", "run", "bundle", "--targets", "c99", "--rate-hz", "50"]) == 0
+    assert main(["export", "run", "bundle", "--targets", "c99", "--rate-hz", "50"]) == 2
     assert "--overwrite" in error_line(capsys)
     assert "clip" not in load("bundle").contract["notes"]
     for module, reason in (("no_such_envs", "No module named"), ("broken_envs", "my_own_envz")):

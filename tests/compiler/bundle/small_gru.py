@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from graphrl.compiler.bundle import Contract, ObservationTerm, RecurrentState
+from graphrl.compiler.bundle import Contract, Normalizer, ObservationTerm, RecurrentState
 from graphrl.graph import KeyedGraph
 
 __all__ = ["CONTRACT", "START", "gru"]
@@ -22,7 +22,15 @@ def gru(seed: int = 0) -> KeyedGraph:
 
 CONTRACT = Contract(
     rate_hz=50,
-    observations=(ObservationTerm("observation", names=("hip", "knee", "speed"), low=(-5.0,) * 3, high=(5.0,) * 3),),
+    observations=(
+        ObservationTerm(
+            "observation",
+            names=("hip", "knee", "speed"),
+            low=(-5.0,) * 3,
+            high=(5.0,) * 3,
+            normalizer=Normalizer("none"),
+        ),
+    ),
     recurrent=(RecurrentState("h", ("next", "h"), 0.25),),
 )
 """Of :func:`gru`: names, ranges, and a state that starts at a quarter."""
