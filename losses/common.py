@@ -135,9 +135,10 @@ class SettableKeys(KeyedGraph):
         mapping = {self._place(role, key): now[role] for role, key in first.items()}
         for name, node in self.nodes.items():
             if callable(getattr(node, "replace_keys", None)):
-                self.nodes[name] = node = copy(node)  # a graph that shares the node keeps its keys
-                node._modules = dict(node._modules)
-                node.replace_keys(mapping)
+                own: Any = copy(node)  # a graph that shares the node keeps its keys
+                own._modules = dict(own._modules)
+                own.replace_keys(mapping)
+                self.nodes[name] = own
         self._connect([now[before[key]] if key in before else key for key in self.out_keys])
 
     def _place(self, role: str, key: Key) -> Key:

@@ -69,10 +69,10 @@ def sum_tree_search(leaves: Tensor, inner: Tensor, prefix: Tensor, strata: int =
     if prefix.device != leaves.device:
         raise SpecError(f"sum_tree_search: prefix is on {prefix.device}, the tree on {leaves.device}. prefix.to(...)")
     if prefix.dtype.is_complex or strata < 0:
-        found = (
+        what = (
             f"strata={strata}, expected 0 or more" if strata < 0 else f"prefix is {prefix.dtype}, expected real numbers"
         )
-        raise SpecError(f"sum_tree_search: {found}")
+        raise SpecError(f"sum_tree_search: {what}")
     prefix = (prefix.detach() if prefix.requires_grad else prefix).to(leaves.dtype)
     found: tuple[Tensor, Tensor] = torch.ops.graphrl.sum_tree_search(leaves, inner, prefix, strata)
     return found
