@@ -80,11 +80,11 @@ class Subject:
         stated = {t.key: t for t in self.contract.observations}
         return {i: stated[self.live.inputs[i].key] for i in self.observations if self.live.inputs[i].key in stated}
 
-    def row(self, **changed: Tensor) -> list[Tensor]:
-        """The first golden row, recurrent values at their start; ``changed``: by position, ``_3=tensor``."""
+    def row(self, at: int = 0, **changed: Tensor) -> list[Tensor]:
+        """A golden row, recurrent values at their start; ``changed``: by position, ``_3=tensor``."""
         initial = {s.key: s.initial for s in self.contract.recurrent or ()}
         row = [torch.full_like(v, initial[p.key]) if p.key in initial else v.clone()
-               for v, p in zip(self.golden.inputs[0], self.live.inputs, strict=True)]  # fmt: skip
+               for v, p in zip(self.golden.inputs[at], self.live.inputs, strict=True)]  # fmt: skip
         for name, value in changed.items():
             row[int(name[1:])] = value.to(row[int(name[1:])].dtype)
         return row
@@ -126,17 +126,21 @@ def check_normalizer(subject: Subject) -> None:
 
 
 def _check_shift(subject: Subject, i: int, term: ObservationTerm) -> None:
-    """One standard deviation more must change the action: a saturated network is blind to its sensors."""
-    base, norm = subject.row()[i], term.normalizer
-    spread: Any = torch.ones(())
+    """One standard deviation more must change the action in some row of the example: a saturated network is blind to its sensors."""
+    norm, position = term.normalizer, list(subject.live.out_keys).index(subject.action)
+    kinds = subject.golden.kinds  # extreme and random rows may leave the range that the sensors have
+    rows = [at for at, kind in enumerate(kinds) if kind == "example"] or [0]
+    bases, spread = [subject.golden.inputs[at][i] for at in rows], torch.ones(())
     if norm is not None and norm.where == "inside" and norm.mean is not None and norm.std is not None:
-        base = torch.tensor(norm.mean).reshape(base.shape)
-        spread = torch.tensor(norm.std).reshape(base.shape)
-    moved = [subject.command(subject.row(**{f"_{i}": base + sign * spread})) for sign in (0, 1, -1)]
-    position = list(subject.live.out_keys).index(subject.action)
+        bases = [torch.tensor(norm.mean).reshape(bases[0].shape)] * len(bases)
+        spread = torch.tensor(norm.std).reshape(bases[0].shape)
+
+    def moves(at: int, base: Tensor) -> bool:
+        still, *moved = (subject.command(subject.row(at, **{f"_{i}": base + sign * spread})) for sign in (0, 1, -1))
+        return max(float((still - x).abs().max()) for x in moved) > 1e-6 * subject.golden.scales[position]
+
     if subject.live.outputs[position].dtype.is_floating_point:  # a choice may well stay the same
-        by = max(float((moved[0] - other).abs().max()) for other in moved[1:])
-        if not by > 1e-6 * subject.golden.scales[position]:
+        if not any(map(moves, rows, bases)):
             raise BundleError(f"the action does not change when {term.key!r} moves by one standard deviation: "
                               "normaliser missing or wrong, or the network saturated or blind to it")  # fmt: skip
 

@@ -16,7 +16,7 @@ from ros2_stubs import HEADERS
 from tensordict import TensorDict
 
 import graphrl as grl
-from graphrl.compiler.bundle import ActionContract, Bundle, Contract, ObservationTerm
+from graphrl.compiler.bundle import ActionContract, Bundle, Contract, Normalizer, ObservationTerm
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "robot" / "ros2_nodes.py"
 CXX = shutil.which("g++") or shutil.which("clang++")
@@ -41,10 +41,12 @@ def bundle_of(path: Path, **contract: Any) -> Bundle:
 @pytest.fixture(scope="module")
 def named(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     names = ("hip", "knee")
-    terms = [ObservationTerm(key, names=names) for key in ("joint_pos", "joint_vel")]
-    action = ActionContract(names=names, unit="N m", low=(-2.0, -3.0), high=(2.0, 3.0))
+    none = Normalizer("none")
+    terms = [ObservationTerm(key, names=names, normalizer=none) for key in ("joint_pos", "joint_vel")]
+    terms.append(ObservationTerm("goal", normalizer=none))
+    action = ActionContract(names=names, unit="N m", low=(-2.0, -3.0), high=(2.0, 3.0), inside=())
     path = tmp_path_factory.mktemp("named") / "b"
-    return bundle_of(path, rate_hz=50.0, observations=(*terms, ObservationTerm("goal")), action=action)
+    return bundle_of(path, rate_hz=50.0, observations=tuple(terms), action=action)
 
 
 @pytest.fixture(scope="module")

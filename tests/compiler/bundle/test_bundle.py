@@ -435,8 +435,12 @@ def test_status_bits(tmp_path: Path) -> None:
 def test_the_header_has_the_place_of_every_named_entry(tmp_path: Path) -> None:
     graph = KeyedGraph((lambda x, y: x - y, [("arm", "position"), "target"], ["action"]))
     data = TensorDict({("arm", "position"): torch.randn(4, 2), "target": torch.randn(4, 2)}, batch_size=[4])
-    terms = (ObservationTerm(("arm", "position"), names=("left hip", "2")), ObservationTerm("target"))
-    contract = Contract(observations=terms, action=ActionContract(joint_names=("2", "left hip")))
+    none = Normalizer("none")
+    terms = (
+        ObservationTerm(("arm", "position"), names=("left hip", "2"), normalizer=none),
+        ObservationTerm("target", normalizer=none),
+    )
+    contract = Contract(rate_hz=50.0, observations=terms, action=ActionContract(joint_names=("2", "left hip")))
     bundle = export(graph, tmp_path / "b", data, targets=("c99",), contract=contract)
     (tmp_path / "use.c").write_text(
         '#include "policy.h"\n'
