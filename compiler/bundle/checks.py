@@ -80,13 +80,13 @@ class Subject:
         stated = {t.key: t for t in self.contract.observations}
         return {i: stated[self.live.inputs[i].key] for i in self.observations if self.live.inputs[i].key in stated}
 
-    def row(self, at: int = 0, **changed: Tensor) -> list[Tensor]:
-        """A golden row, recurrent values at their start; ``changed``: by position, ``_3=tensor``."""
+    def row(self, changed: Mapping[int, Tensor] | None = None, at: int = 0) -> list[Tensor]:
+        """A golden row, recurrent values at their start, and ``changed`` at these positions."""
         initial = {s.key: s.initial for s in self.contract.recurrent or ()}
         row = [torch.full_like(v, initial[p.key]) if p.key in initial else v.clone()
                for v, p in zip(self.golden.inputs[at], self.live.inputs, strict=True)]  # fmt: skip
-        for name, value in changed.items():
-            row[int(name[1:])] = value.to(row[int(name[1:])].dtype)
+        for i, value in (changed or {}).items():
+            row[i] = value.to(row[i].dtype)
         return row
 
     def command(self, row: Sequence[Tensor]) -> Tensor:
@@ -126,7 +126,7 @@ def check_normalizer(subject: Subject) -> None:
 
 
 def _check_shift(subject: Subject, i: int, term: ObservationTerm) -> None:
-    """One standard deviation more must change the action in some row of the example: a saturated network is blind to its sensors."""
+    """One standard deviation more must change the action in an example row: a saturated network sees nothing."""
     norm, position = term.normalizer, list(subject.live.out_keys).index(subject.action)
     kinds = subject.golden.kinds  # extreme and random rows may leave the range that the sensors have
     rows = [at for at, kind in enumerate(kinds) if kind == "example"] or [0]
@@ -136,7 +136,7 @@ def _check_shift(subject: Subject, i: int, term: ObservationTerm) -> None:
         spread = torch.tensor(norm.std).reshape(bases[0].shape)
 
     def moves(at: int, base: Tensor) -> bool:
-        still, *moved = (subject.command(subject.row(at, **{f"_{i}": base + sign * spread})) for sign in (0, 1, -1))
+        still, *moved = (subject.command(subject.row({i: base + sign * spread}, at)) for sign in (0, 1, -1))
         return max(float((still - x).abs().max()) for x in moved) > 1e-6 * subject.golden.scales[position]
 
     if subject.live.outputs[position].dtype.is_floating_point:  # a choice may well stay the same
@@ -243,7 +243,7 @@ def check_order(subject: Subject) -> None:
         for column, name in enumerate(names):
             value = subject.row()[i].clone()
             value.reshape(-1)[column] += 1.0
-            row = subject.row(**{f"_{i}": value})
+            row = subject.row({i: value})
             wanted, key = subject.command(row).numpy(), encode_key(subject.live.inputs[i].key)
             allowed = subject.tolerance * max(subject.golden.scales[position], float(np.abs(wanted).max()))
             by_name = dict(reversed(list(zip(names, value.reshape(-1).tolist(), strict=True))))
@@ -269,17 +269,17 @@ def check_state(subject: Subject) -> None:
         return
     keys, outputs = list(subject.live.in_keys), list(subject.live.out_keys)
     starts = [i for i, key in enumerate(keys) if (key if isinstance(key, str) else key[-1]) == "is_init"]
-    quiet = {f"_{i}": torch.zeros_like(subject.row()[i]) for i in starts}
-    fresh = subject.row(**quiet)
+    quiet = {i: torch.zeros_like(subject.row()[i]) for i in starts}
+    fresh = subject.row(quiet)
     if starts:
-        other = {f"_{i}": torch.ones_like(fresh[i]) for i in starts}
-        other |= {f"_{keys.index(s.key)}": fresh[keys.index(s.key)] + 0.5 for s in recurrent}
-        if not torch.allclose(subject.command(fresh), subject.command(subject.row(**other)), rtol=1e-6, atol=1e-9):
+        other = {i: torch.ones_like(fresh[i]) for i in starts}
+        other |= {keys.index(s.key): fresh[keys.index(s.key)] + 0.5 for s in recurrent}
+        if not torch.allclose(subject.command(fresh), subject.command(subject.row(other)), rtol=1e-6, atol=1e-9):
             raise ContractError("an episode's first step as the policy itself starts it (is_init) differs from one "
                                 "with the contract's initial state: is RecurrentState.initial training's?")  # fmt: skip
     after = float64_reference(subject.live, fresh)
-    carried = {f"_{keys.index(s.key)}": after[outputs.index(s.next_key)] for s in recurrent}
-    if torch.equal(subject.command(subject.row(**quiet, **carried)), subject.command(fresh)):
+    carried = {keys.index(s.key): after[outputs.index(s.next_key)] for s in recurrent}
+    if torch.equal(subject.command(subject.row({**quiet, **carried})), subject.command(fresh)):
         raise BundleError(f"the second step's action is the same with and without {[s.key for s in recurrent]}: it is "
                           "not fed back, or has no effect")  # fmt: skip
 
@@ -337,12 +337,12 @@ def check_extremes(subject: Subject) -> None:
         for i in subject.observations:
             key, value = subject.live.inputs[i].key, subject.row()[i]
             for number in (float("nan"), float("inf"), 1e30, 1e-40):
-                found = _once(player, subject.seen(subject.row(**{f"_{i}": torch.full_like(value, number)})))
+                found = _once(player, subject.seen(subject.row({i: torch.full_like(value, number)})))
                 _check_status(f"{target}, {key!r} = {number}", player.status, np.isfinite(number), found)
             high = terms[key].high if key in terms else None
             if high is not None:
                 beyond = torch.tensor(high).reshape(value.shape) * 1.01 + 1
-                _once(player, subject.seen(subject.row(**{f"_{i}": beyond})))
+                _once(player, subject.seen(subject.row({i: beyond})))
                 if not player.status & OUT_OF_RANGE:
                     raise BundleError(f"{target}: {key!r} beyond its high, and the status does not tell")
         for s in subject.contract.recurrent or ():
