@@ -11,6 +11,7 @@ from instruction_sets import copy_of_library, only_x86
 
 from graphrl.errors import SpecError
 from graphrl.kernels import _recurrence
+from graphrl.kernels._recurrence import extents
 
 SHAPES = [
     ((1, 1, 1), -2),
@@ -242,3 +243,8 @@ def _values_and_gradients(family, function, drawn, dtype, time_dim):
     leaves = family.leaves(arguments)
     out = function(arguments, time_dim)
     return [*out, *torch.autograd.grad(out[0].square().sum(), leaves)]
+
+
+def test_small_work_wakes_no_thread():
+    assert extents(torch.Size((8, 128, 1)), -2) == (8, 128, 1, 1)
+    assert extents(torch.Size((1000, 1000, 1)), -2)[3] == min(15, torch.get_num_threads())
