@@ -34,7 +34,7 @@ def test_a_spawned_process_gets_the_same_results(backend):
     results = context.Queue()
     process = context.Process(target=answer, args=(fast, x, results))
     process.start()
-    whole, part, dynamic = results.get(timeout=120)
+    whole, part, dynamic = results.get(timeout=300)
     process.join(60)
     assert process.exitcode == 0 and dynamic is False
     assert abs(whole - expected).max() < 1e-6 and abs(part - expected[:3]).max() < 1e-6

@@ -188,7 +188,7 @@ def test_a_new_process_continues_from_plain_state_dicts_bit_for_bit(backend, tmp
     (tmp_path / "resume.py").write_text(_RESUME)
     here = {"PYTHONPATH": ":".join([str(Path(__file__).parent), *filter(None, sys.path)])}
     command = [sys.executable, tmp_path / "resume.py", tmp_path, backend]
-    subprocess.run(command, check=True, timeout=120, capture_output=True, env={**os.environ, **here})
+    subprocess.run(command, check=True, timeout=300, capture_output=True, env={**os.environ, **here})
     end = torch.load(tmp_path / "end.pt")
     assert all(torch.equal(a, b) for a, b in zip(losses, end["losses"], strict=True))
     for name, value in owner.net.state_dict().items():

@@ -21,6 +21,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from loopback import NO_LOOPBACK
 from tensordict import TensorDict
 from torch import nn
 
@@ -35,19 +36,7 @@ OTHER = "0123456789abcdef" * 4
 DRIVERS = [pytest.param("c", marks=pytest.mark.skipif(CC is None, reason="needs a C compiler")), "python"]
 
 
-def _no_loopback() -> str | None:
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one, socket.socket(type=socket.SOCK_DGRAM) as two:
-            one.bind(("127.0.0.1", 0))
-            one.settimeout(2)
-            two.sendto(b"x", one.getsockname())
-            return None if one.recv(1) == b"x" else "loopback garbles"
-    except OSError as error:
-        return str(error)
-
-
-NO_LOOPBACK = _no_loopback()
-pytestmark = pytest.mark.skipif(NO_LOOPBACK is not None, reason=f"UDP on 127.0.0.1 is not allowed here: {NO_LOOPBACK}")
+pytestmark = pytest.mark.skipif(NO_LOOPBACK is not None, reason=str(NO_LOOPBACK))
 
 
 @pytest.fixture(scope="module")

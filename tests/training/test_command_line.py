@@ -208,13 +208,13 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     command = [sys.executable, "-m", "graphrl", "train", "ppo", *FAST, "--total-frames", "100000000", "--out", str(run)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         csv = run / "progress.csv"
         while not (csv.exists() and len(csv.read_text().splitlines()) > 3):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     finally:
         process.kill()
         process.wait()
