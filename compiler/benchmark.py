@@ -23,6 +23,7 @@ from torch import Tensor
 from graphrl._version import __version__
 from graphrl.compiler.cache import outcome
 from graphrl.compiler.compiled import compile
+from graphrl.compiler.machine import cpu_name
 from graphrl.compiler.trace import as_example, trace
 from graphrl.compiler.verify import float64_reference, relative_error
 from graphrl.errors import CompileError
@@ -204,21 +205,13 @@ def refused_row(name: str, reason: str) -> BenchmarkRow:
 def machine() -> dict[str, Any]:
     """Where and with what a measurement was made."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "graphrl": __version__,
         **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _rows(

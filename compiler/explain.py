@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from graphrl.compiler.compiled import CompiledGraph
 from graphrl.compiler.cost import estimate_cost
 from graphrl.compiler.drawing import Drawing, draw
 from graphrl.compiler.entry import Entry
+from graphrl.compiler.files import replace_file
 from graphrl.compiler.program import Program
 from graphrl.compiler.update import CompiledUpdate
 from graphrl.graph import KeyedGraph
@@ -34,15 +33,7 @@ class Explanation:
         from graphrl.compiler.explain_html import page
 
         target = Path(path)
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(page(self))
-            os.chmod(name, 0o644)
-            os.replace(name, target)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        replace_file(target, page(self).encode())
         return target
 
     def __str__(self) -> str:

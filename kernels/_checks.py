@@ -10,7 +10,15 @@ from torch import Tensor
 
 from graphrl.errors import SpecError
 
-__all__ = ["accumulate_dtype", "as_coefficient", "as_flag", "check_same_shape", "check_time_dim", "common_float_dtype"]
+__all__ = [
+    "accumulate_dtype",
+    "as_coefficient",
+    "as_flag",
+    "broadcasts_to",
+    "check_same_shape",
+    "check_time_dim",
+    "common_float_dtype",
+]
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -88,6 +96,13 @@ def as_flag(op: str, name: str, x: Tensor) -> Tensor:
     return x != 0
 
 
+def broadcasts_to(x: Tensor, shape: torch.Size) -> bool:
+    """Whether ``x`` can be expanded to ``shape``, the empty ones included."""
+    return x.dim() <= len(shape) and all(
+        a == 1 or a == b for a, b in zip(reversed(x.shape), reversed(shape), strict=False)
+    )
+
+
 def as_coefficient(op: str, name: str, x: float | Tensor, like: Tensor) -> Tensor:
     """``x`` in the accumulation dtype of ``like`` and on its device: 0-d, or expanded to the shape of ``like``."""
     dtype = accumulate_dtype(like.dtype)
@@ -102,10 +117,7 @@ def as_coefficient(op: str, name: str, x: float | Tensor, like: Tensor) -> Tenso
     x = x.to(device=like.device, dtype=dtype)
     if x.dim() == 0:
         return x
-    fits = x.dim() <= like.dim() and all(
-        a == 1 or a == b for a, b in zip(reversed(x.shape), reversed(like.shape), strict=False)
-    )
-    if not fits:
+    if not broadcasts_to(x, like.shape):
         raise SpecError(
             f"{op}: {name} is {_show(x.shape)} and does not broadcast to reward {_show(like.shape)}. "
             f"Pass a float, a 0-d tensor, or one value per step, as [T, 1] or {_show(like.shape)}"

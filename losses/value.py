@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -13,7 +14,51 @@ from graphrl.losses.value_estimator import ValueEstimator
 __all__ = ["GAE", "TD0Estimator", "TD1Estimator", "TDLambdaEstimator"]
 
 
-class TD0Estimator(ValueEstimator):
+def _td0(
+    reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor, terminated: Tensor, *, gamma: Tensor, time_dim: int
+) -> tuple[Tensor, Tensor]:
+    target = td0(reward, next_value, terminated, gamma)
+    return target - value, target
+
+
+def _td1(
+    reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor, terminated: Tensor, *, gamma: Tensor, time_dim: int
+) -> tuple[Tensor, Tensor]:
+    target = td1(reward, next_value, done, terminated, gamma, time_dim=time_dim)
+    return target - value, target
+
+
+class _OneDiscount(ValueEstimator):
+    """An estimator whose kernel takes ``gamma`` alone."""
+
+    _kernel: ClassVar[Callable[..., tuple[Tensor, Tensor]]]
+
+    def __init__(
+        self,
+        critic: Any,
+        *,
+        gamma: float | Tensor = 0.99,
+        average_rewards: bool = False,
+        differentiable: bool = False,
+        shifted: bool = False,
+        skip_existing: bool = False,
+        mask_key: Key | None = None,
+        time_dim: int | None = None,
+    ) -> None:
+        super().__init__(
+            critic,
+            self._kernel,
+            {"gamma": gamma},
+            average_rewards=average_rewards,
+            differentiable=differentiable,
+            shifted=shifted,
+            skip_existing=skip_existing,
+            mask_key=mask_key,
+            time_dim=time_dim,
+        )
+
+
+class TD0Estimator(_OneDiscount):
     """The one-step temporal difference as a keyed graph, Sutton 1988, "Learning to Predict by the Methods of TD".
 
         value_target_t = r_t + gamma (1 - terminated_t) V(s'_t);   advantage_t = value_target_t - V(s_t)
@@ -22,32 +67,10 @@ class TD0Estimator(ValueEstimator):
     batch first; the batch keeps its own.
     """
 
-    def __init__(
-        self,
-        critic: Any,
-        *,
-        gamma: float | Tensor = 0.99,
-        average_rewards: bool = False,
-        differentiable: bool = False,
-        shifted: bool = False,
-        skip_existing: bool = False,
-        mask_key: Key | None = None,
-        time_dim: int | None = None,
-    ) -> None:
-        super().__init__(
-            critic,
-            _td0,
-            {"gamma": gamma},
-            average_rewards=average_rewards,
-            differentiable=differentiable,
-            shifted=shifted,
-            skip_existing=skip_existing,
-            mask_key=mask_key,
-            time_dim=time_dim,
-        )
+    _kernel = staticmethod(_td0)
 
 
-class TD1Estimator(ValueEstimator):
+class TD1Estimator(_OneDiscount):
     """The return to the end of the trajectory as a keyed graph: TD(lambda) with lambda 1.
 
         value_target_t = r_t + gamma value_target_{t+1}, or gamma V(s'_t) where the trajectory or the batch ends and
@@ -56,29 +79,7 @@ class TD1Estimator(ValueEstimator):
     Keys, shapes, options and errors: :class:`ValueEstimator`. ``average_rewards``: as in :class:`TD0Estimator`.
     """
 
-    def __init__(
-        self,
-        critic: Any,
-        *,
-        gamma: float | Tensor = 0.99,
-        average_rewards: bool = False,
-        differentiable: bool = False,
-        shifted: bool = False,
-        skip_existing: bool = False,
-        mask_key: Key | None = None,
-        time_dim: int | None = None,
-    ) -> None:
-        super().__init__(
-            critic,
-            _td1,
-            {"gamma": gamma},
-            average_rewards=average_rewards,
-            differentiable=differentiable,
-            shifted=shifted,
-            skip_existing=skip_existing,
-            mask_key=mask_key,
-            time_dim=time_dim,
-        )
+    _kernel = staticmethod(_td1)
 
 
 class TDLambdaEstimator(ValueEstimator):
@@ -150,20 +151,6 @@ class GAE(ValueEstimator):
             mask_key=mask_key,
             time_dim=time_dim,
         )
-
-
-def _td0(
-    reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor, terminated: Tensor, *, gamma: Tensor, time_dim: int
-) -> tuple[Tensor, Tensor]:
-    target = td0(reward, next_value, terminated, gamma)
-    return target - value, target
-
-
-def _td1(
-    reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor, terminated: Tensor, *, gamma: Tensor, time_dim: int
-) -> tuple[Tensor, Tensor]:
-    target = td1(reward, next_value, done, terminated, gamma, time_dim=time_dim)
-    return target - value, target
 
 
 def _td_lambda(

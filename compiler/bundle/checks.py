@@ -57,11 +57,15 @@ class Subject:
     parity: dict[str, Parity] = field(default_factory=dict)
 
     @property
+    def initial(self) -> dict[Key, float]:
+        """Recurrent values as an episode starts with them, by key."""
+        return {s.key: s.initial for s in self.contract.recurrent or ()}
+
+    @property
     def observations(self) -> list[int]:
         """Positions of the inputs that are floats and no recurrent values."""
-        carried = [s.key for s in self.contract.recurrent or ()]
         ports = enumerate(self.live.inputs)
-        return [i for i, p in ports if p.dtype.is_floating_point and p.key not in carried and np.prod(p.shape)]
+        return [i for i, p in ports if p.dtype.is_floating_point and p.key not in self.initial and np.prod(p.shape)]
 
     @property
     def players(self) -> dict[str, Any]:
@@ -82,8 +86,7 @@ class Subject:
 
     def row(self, changed: Mapping[int, Tensor] | None = None, at: int = 0) -> list[Tensor]:
         """A golden row, recurrent values at their start, and ``changed`` at these positions."""
-        initial = {s.key: s.initial for s in self.contract.recurrent or ()}
-        row = [torch.full_like(v, initial[p.key]) if p.key in initial else v.clone()
+        row = [torch.full_like(v, self.initial[p.key]) if p.key in self.initial else v.clone()
                for v, p in zip(self.golden.inputs[at], self.live.inputs, strict=True)]  # fmt: skip
         for i, value in (changed or {}).items():
             row[i] = value.to(row[i].dtype)
@@ -96,21 +99,20 @@ class Subject:
 
     def seen(self, row: Sequence[Tensor]) -> dict[str, np.ndarray]:
         """A row as a runtime with its own state reads it."""
-        carried = [s.key for s in self.contract.recurrent or ()]
         ports = zip(self.live.inputs, row, strict=True)
-        return {encode_key(p.key): value.numpy() for p, value in ports if p.key not in carried}
+        return {encode_key(p.key): value.numpy() for p, value in ports if p.key not in self.initial}
 
 
 def check_normalizer(subject: Subject) -> None:
     """Each observation has a normaliser or an explicit "none", where and what the contract says; none still learns."""
     if fingerprint(subject.policy) != subject.state:
         raise BundleError("a weight or buffer of the policy changed while it was run: a normaliser still learning?")
-    for i, term in subject.terms().items():
+    terms, constants = subject.terms(), _constants(subject.live)
+    for i, term in terms.items():
         norm, name = term.normalizer, term.key
         if norm is None:
             raise ContractError(f"nothing is said of how {name!r} is normalised: give its ObservationTerm a "
                                 "Normalizer, Normalizer('none') where there is none")  # fmt: skip
-        constants = _constants(subject.live)
         found = _subtracted(subject.live, i, constants)
         if norm.where != "inside" and found:
             raise ContractError(f"the contract says that {name!r} is normalised {norm.where!r}, and the program "

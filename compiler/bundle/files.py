@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from graphrl.compiler.files import replace_file
 from graphrl.errors import BundleError
 
-__all__ = ["dump_json", "dump_npz", "dump_zip", "hash_files", "replace_file", "sha256", "unpack", "whole_folder"]
+__all__ = ["dump_json", "dump_npz", "dump_zip", "hash_files", "sha256", "unpack", "whole_folder"]
 
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """The time that every file of an archive bears: the same input gives the same bytes."""
@@ -125,19 +126,6 @@ def whole_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
             _replace_folder(target, temporary)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def replace_file(target: Path, data: bytes) -> None:
-    """Give ``target`` new bytes, or leave it as it was."""
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-        os.chmod(name, 0o644)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _replace_folder(target: Path, temporary: Path) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from graphrl.compiler.bundle.c_bench import FLAGS, CBench, Latency, c_memory, measure_c
-from graphrl.compiler.bundle.files import dump_json, dump_zip, hash_files, replace_file
+from graphrl.compiler.bundle.files import dump_json, dump_zip, hash_files
 from graphrl.compiler.bundle.load import Bundle
 from graphrl.compiler.bundle.parity import Carried
 from graphrl.compiler.bundle.runners import RUNNERS, why_not_here
+from graphrl.compiler.files import replace_file
+from graphrl.compiler.machine import cpu_name
 from graphrl.errors import BundleError
 
 __all__ = ["bench_bundle", "memory_report", "write_reports"]
@@ -124,13 +126,8 @@ def _threads() -> int:
 
 
 def _host() -> dict[str, Any]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
     return {
-        "processor": model or platform.processor() or platform.machine(),
+        "processor": cpu_name(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

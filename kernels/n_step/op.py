@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from graphrl.errors import SpecError
-from graphrl.kernels._checks import as_coefficient, as_flag, check_same_shape, check_time_dim, common_float_dtype
+from graphrl.kernels._checks import (
+    as_coefficient,
+    as_flag,
+    broadcasts_to,
+    check_same_shape,
+    check_time_dim,
+    common_float_dtype,
+)
 from graphrl.kernels._eager import inside_transform, plain_eager
 from graphrl.kernels._lib import lib as _native
 from graphrl.kernels._recurrence import extents, ordinary, to_front
@@ -76,14 +83,12 @@ def _as_horizon(n: Tensor, reward: Tensor) -> Tensor:
     """``n`` in the shape of ``reward`` and on its device."""
     if n.dtype == torch.bool or n.dtype.is_floating_point or n.dtype.is_complex:
         raise SpecError(f"n_step_return: n is {n.dtype}, expected an integer dtype. n.long()")
-    shape = reward.shape
-    fits = n.dim() <= len(shape) and all(a in (1, b) for a, b in zip(reversed(n.shape), reversed(shape), strict=False))
-    if not fits:
+    if not broadcasts_to(n, reward.shape):
         raise SpecError(
-            f"n_step_return: n is {list(n.shape)} and does not broadcast to reward {list(shape)}. Pass an int, or one "
-            "horizon per trajectory with a time dimension of size 1"
+            f"n_step_return: n is {list(n.shape)} and does not broadcast to reward {list(reward.shape)}. Pass an int, "
+            "or one horizon per trajectory with a time dimension of size 1"
         )
-    return n.to(reward.device).expand(shape)
+    return n.to(reward.device).expand(reward.shape)
 
 
 # --- CPU ---

@@ -5,11 +5,14 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from functools import cache
 
 _SEND = "import socket, sys; socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', int(sys.argv[1])))"
 
 
-def _why_not() -> str | None:
+@cache
+def why_no_loopback() -> str | None:
+    """The reason, or ``None`` where they may."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
             one.bind(("127.0.0.1", 0))
@@ -18,6 +21,3 @@ def _why_not() -> str | None:
             return None if one.recv(1) == b"x" else "loopback garbles"
     except (OSError, subprocess.SubprocessError) as error:
         return f"UDP on 127.0.0.1 is not allowed here: {error}"
-
-
-NO_LOOPBACK = _why_not()

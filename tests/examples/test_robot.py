@@ -21,7 +21,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from loopback import NO_LOOPBACK
+from loopback import why_no_loopback
 from tensordict import TensorDict
 from torch import nn
 
@@ -36,7 +36,10 @@ OTHER = "0123456789abcdef" * 4
 DRIVERS = [pytest.param("c", marks=pytest.mark.skipif(CC is None, reason="needs a C compiler")), "python"]
 
 
-pytestmark = pytest.mark.skipif(NO_LOOPBACK is not None, reason=str(NO_LOOPBACK))
+@pytest.fixture(scope="module", autouse=True)
+def loopback() -> None:
+    if (reason := why_no_loopback()) is not None:
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")

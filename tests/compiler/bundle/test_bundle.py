@@ -432,27 +432,6 @@ def test_status_bits(tmp_path: Path) -> None:
         policy({"obs": np.zeros(17)})
 
 
-def test_the_header_has_the_place_of_every_named_entry(tmp_path: Path) -> None:
-    graph = KeyedGraph((lambda x, y: x - y, [("arm", "position"), "target"], ["action"]))
-    data = TensorDict({("arm", "position"): torch.randn(4, 2), "target": torch.randn(4, 2)}, batch_size=[4])
-    none = Normalizer("none")
-    terms = (
-        ObservationTerm(("arm", "position"), names=("left hip", "2"), normalizer=none),
-        ObservationTerm("target", normalizer=none),
-    )
-    contract = Contract(rate_hz=50.0, observations=terms, action=ActionContract(joint_names=("2", "left hip")))
-    bundle = export(graph, tmp_path / "b", data, targets=("c99",), contract=contract)
-    (tmp_path / "use.c").write_text(
-        '#include "policy.h"\n'
-        "typedef char positions[POLICY_arm__position__left_u20_hip == 0 && POLICY_arm__position__2 == 1 ? 1 : -1];\n"
-        "typedef char actions[POLICY_action__2 == 0 && POLICY_action__left_u20_hip == 1 ? 1 : -1];\n"
-    )
-    command = [str(CC), *STRICT, "-fsyntax-only", "-I", str(bundle.path / "c"), str(tmp_path / "use.c")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "target" not in (bundle.path / "c" / "policy.h").read_text().split("enum {")[1].split("}")[0]
-
-
 def test_several_inputs_and_nested_keys(tmp_path: Path) -> None:
     graph = KeyedGraph(
         (lambda a, b: torch.cat([a, b * 2], -1), [("agents", "observation"), "default"], ["h"]),

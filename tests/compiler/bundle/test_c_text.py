@@ -1,0 +1,39 @@
+"""The generated header, as a robot's own program includes it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from graphrl.compiler.bundle import ActionContract, Contract, Normalizer, ObservationTerm, export
+from graphrl.graph import KeyedGraph
+
+CC = shutil.which("gcc") or shutil.which("cc")
+STRICT = "-std=c99 -Wall -Wextra -Werror -pedantic -Wconversion -Wdouble-promotion".split()
+
+
+@pytest.mark.skipif(CC is None, reason="needs a C compiler")
+def test_the_header_has_the_place_of_every_named_entry(tmp_path: Path) -> None:
+    graph = KeyedGraph((lambda x, y: x - y, [("arm", "position"), "target"], ["action"]))
+    data = TensorDict({("arm", "position"): torch.randn(4, 2), "target": torch.randn(4, 2)}, batch_size=[4])
+    none = Normalizer("none")
+    terms = (
+        ObservationTerm(("arm", "position"), names=("left hip", "2"), normalizer=none),
+        ObservationTerm("target", normalizer=none),
+    )
+    contract = Contract(rate_hz=50.0, observations=terms, action=ActionContract(joint_names=("2", "left hip")))
+    bundle = export(graph, tmp_path / "b", data, targets=("c99",), contract=contract)
+    (tmp_path / "use.c").write_text(
+        '#include "policy.h"\n'
+        "typedef char positions[POLICY_arm__position__left_u20_hip == 0 && POLICY_arm__position__2 == 1 ? 1 : -1];\n"
+        "typedef char actions[POLICY_action__2 == 0 && POLICY_action__left_u20_hip == 1 ? 1 : -1];\n"
+    )
+    command = [str(CC), *STRICT, "-fsyntax-only", "-I", str(bundle.path / "c"), str(tmp_path / "use.c")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "target" not in (bundle.path / "c" / "policy.h").read_text().split("enum {")[1].split("}")[0]
