@@ -28,14 +28,16 @@ def diff(ours: Bundle, theirs: Bundle) -> list[Difference]:
     """Everything that differs, the contract first; an empty list for bundles that say and compute the same.
 
     A graph is told by its first node that differs, a weight by its largest difference, an array of numbers by entry.
-    ``model.pt2`` is not compared: torch numbers each package anew.
+    ``model.pt2`` is not compared: torch numbers each package anew. Nor are hashes of files where the contracts differ.
     """
     found: list[Difference] = []
-    for part in ("contract", "inputs", "outputs", "targets", "tolerance", "tools"):
+    for part in ("contract", "contract_hash", "inputs", "outputs", "targets", "tolerance", "tools"):
         found += _values(part, ours.manifest[part], theirs.manifest[part])
     found += _graphs(ours, theirs)
     found += _weights(ours, theirs)
-    files = [{n: h[:12] for n, h in b.manifest["files"].items() if n != "model.pt2"} for b in (ours, theirs)]
+    same = ours.manifest["contract_hash"] == theirs.manifest["contract_hash"]  # it stands in every file
+    files = [{n: h[:12] if same else "present" for n, h in b.manifest["files"].items() if n != "model.pt2"}
+             for b in (ours, theirs)]  # fmt: skip
     return [*found, *_values("files", *files)]
 
 

@@ -22,7 +22,8 @@ __all__ = ["Divergence", "Replay", "replay"]
 class Divergence:
     """The first entry of an output that differs: its step, its key, its name, and both values.
 
-    error: a part of the output's usual size. notes: what was unusual about that step's observation.
+    error: a part of the output's usual size. notes: what was unusual about that step's observation, and what such a
+    difference usually means.
     """
 
     step: int
@@ -58,6 +59,7 @@ def replay(bundle: Bundle, log: str | Path, tolerance: float | None = None) -> R
     is compared under the key it is written at. ``reset``, when there, is true where an episode starts (a log without it
     is one episode). Everything else in the log is ignored. tolerance: default the bundle's.
 
+    A difference comes with what it usually means: an action clipped or a step late, another order, a missing reset.
     Raises :class:`BundleError` for a log that lacks something, naming it.
     """
     manifest = bundle.manifest
@@ -69,7 +71,7 @@ def replay(bundle: Bundle, log: str | Path, tolerance: float | None = None) -> R
     data = _read(Path(log), manifest, policy)
     recorded = {p["key"]: data[p["key"]] for p in manifest["outputs"] if p["key"] in data}
     written = {s["next_key"]: s["key"] for s in manifest["contract"]["recurrent"] or ()}
-    largest = 0.0
+    largest, before = 0.0, dict[str, np.ndarray]()
     for step, start in enumerate(data["reset"]):
         if start:
             policy.reset()
@@ -83,9 +85,15 @@ def replay(bundle: Bundle, log: str | Path, tolerance: float | None = None) -> R
             by, entry = _compare(values[step], result[key], manifest["reports"]["parity"]["scale"][key])
             if not by <= tolerance:
                 a, b = (np.asarray(v).reshape(-1)[entry].item() for v in (values[step], result[key]))
-                name = entry_names(manifest["contract"], key, result[key].size)[entry]
-                return Replay(step, largest, Divergence(step, key, name, a, b, by, _notes(manifest, observation)))
+                names = entry_names(manifest["contract"], key, result[key].size)
+                near = tolerance * max(manifest["reports"]["parity"]["scale"][key], abs(b))
+                notes = [*_unusual(manifest, observation), *_likely(values[step], result[key], before.get(key), near)]
+                notes += _clipped(manifest["contract"], key, a, b, entry)
+                if policy.state and not data["reset"][1:].any():
+                    notes.append(f"the log marks no `reset` after its first step, and {list(policy.state)} carry over")
+                return Replay(step, largest, Divergence(step, key, names[entry], a, b, by, tuple(notes)))
             largest = max(largest, by)
+        before = {key: result[key] for key in recorded}
     return Replay(len(data["reset"]), largest, None)
 
 
@@ -102,7 +110,32 @@ def _compare(recorded: Any, computed: np.ndarray, scale: float) -> tuple[float, 
     return float(apart[entry] / max(scale, float(finite.max(initial=0.0)))), entry
 
 
-def _notes(manifest: Mapping[str, Any], observation: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+def _likely(recorded: Any, computed: np.ndarray, before: np.ndarray | None, near: float) -> list[str]:
+    """Whether what was recorded is the output after all, a step late or in another order."""
+    a, b = np.asarray(recorded, np.float64).reshape(-1), computed.astype(np.float64).reshape(-1)
+    if before is not None and np.allclose(a, before.reshape(-1), rtol=0, atol=near):
+        return ["what was recorded is the output of the step before: written down a step late?"]
+    order = np.argsort(b, kind="stable")[np.argsort(np.argsort(a, kind="stable"))]
+    if a.size > 1 and np.allclose(a, b[order], rtol=0, atol=near):
+        return [f"the recorded entries are those of the bundle in the order {order.tolist()}: other joint order?"]
+    return []
+
+
+def _clipped(contract: Mapping[str, Any], key: str, recorded: float, computed: float, entry: int) -> list[str]:
+    """Whether a recorded action stands at its bound, and the policy asked for more."""
+    action = contract["action"] or {"key": None}
+    for bound, beyond in (("low", computed < recorded), ("high", computed > recorded)):
+        if (
+            action["key"] == key
+            and action[bound]
+            and beyond
+            and np.float32(action[bound][entry]) == np.float32(recorded)
+        ):
+            return [f"recorded exactly at its {bound}: record the action as the policy gave it, before clipping"]
+    return []
+
+
+def _unusual(manifest: Mapping[str, Any], observation: Mapping[str, np.ndarray]) -> list[str]:
     """Entries of an observation that are not finite, or beyond the contract's low or high."""
     contract, notes = manifest["contract"], []
     terms = {t["key"]: t for t in contract["observations"] or ()}
@@ -114,7 +147,7 @@ def _notes(manifest: Mapping[str, Any], observation: Mapping[str, np.ndarray]) -
                 notes.append(f"{key!r}, {name} is {flat[i].item()!r}, expected {low[i]!r} to {high[i]!r}")
             elif not np.isfinite(flat[i]):
                 notes.append(f"{key!r}, {name} is {flat[i].item()!r}")
-    return tuple(notes)
+    return notes
 
 
 def _read(log: Path, manifest: Mapping[str, Any], policy: Policy) -> dict[str, np.ndarray]:
@@ -165,7 +198,10 @@ def _read_csv(log: Path, manifest: Mapping[str, Any], ports: Mapping[str, Any]) 
             forms = [f"{key}[{i}]", f"{key}[{names[i]}]", *([key] if size == 1 else [])]
             columns += [place[f] for f in forms if f in place][:1]
         if columns and len(columns) < size:
-            raise ValueError(f"{len(columns)} of the {size} columns of {key!r} are there: {key}[{names[0]}], ...")
+            lacks = [n for i, n in enumerate(names) if not {f"{key}[{i}]", f"{key}[{n}]"} & place.keys()]
+            others = [c for c in place if c.startswith(f"{key}[") and place[c] not in columns]
+            raise ValueError(f"{len(columns)} of the {size} columns of {key!r} are there; missing {lacks}"
+                             + (f", not known {others}" if others else ""))  # fmt: skip
         if columns:
             values = np.array([[float(row[c]) for c in columns] for row in rows]).reshape(len(rows), size)
             kind = ports[key]["dtype"] if key in ports else "bool"

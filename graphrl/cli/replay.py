@@ -29,5 +29,7 @@ def run(arguments: list[str]) -> int:
 
     found = replay(load(options.bundle), options.log, options.tolerance)
     told = f"{found.steps} steps agree, within {found.largest_error:.1e} of the output's usual size"
-    print(told if found.divergence is None else f"{found.divergence}\nbefore it, {told}")
+    if found.divergence is not None:
+        told = f"{found.divergence}\n" + (f"before it, {told}" if found.steps else "no step before it agrees")
+    print(told)
     return 0 if found.divergence is None else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ def test_a_missed_reset_and_a_lost_state_are_found(made: Bundle, log: dict[str, 
     unmarked = {k: v for k, v in log.items() if k != "reset"}
     where = replay(made, save(tmp_path / "log.npz", unmarked)).divergence
     assert where is not None and where.step == 10  # the log started anew there
+    assert where.notes == ("the log marks no `reset` after its first step, and ['h'] carry over",)
     log["next/h"][6, 3] += 0.01
     where = replay(made, save(tmp_path / "log.npz", log)).divergence
     assert where is not None and (where.step, where.key, where.name) == (6, "next/h", "next/h[3]")
@@ -114,5 +116,20 @@ def test_what_a_log_lacks_is_named(made: Bundle, log: dict[str, Any], tmp_path: 
     with pytest.raises(BundleError, match="nothing.npz cannot be read"):
         replay(made, tmp_path / "nothing.npz")
     path = write_csv(tmp_path / "half.csv", log, {"observation": (0, 1, 2), "action": (0, "rigth")})
-    with pytest.raises(BundleError, match=r"1 of the 2 columns of 'action' are there: action\[left\]"):
+    missing = r"1 of the 2 columns of 'action' are there; missing \['right'\], not known \['action\[rigth\]'\]"
+    with pytest.raises(BundleError, match=missing):
         replay(made, path)
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    (lambda action: np.concatenate([action[:1], action[:-1]]), "a step late"),
+    (lambda action: action[:, ::-1], r"in the order \[1, 0\]"),
+    (lambda action: np.clip(action, -0.05, 0.05), "before clipping"),
+], ids=["late", "swapped", "clipped"])  # fmt: skip
+def test_what_a_difference_usually_means_is_told(log: dict[str, Any], tmp_path: Path, change: Any, told: str) -> None:
+    action = ActionContract(names=("left", "right"), low=(-0.05,) * 2, high=(0.05,) * 2, inside=())
+    made = export(gru(), tmp_path / "b", START, contract=replace(CONTRACT, action=action), targets=("numpy",))
+    log["action"] = change(log["action"])
+    where = replay(made, save(tmp_path / "log.npz", log)).divergence
+    assert where is not None and len(where.notes) == 1
+    assert re.search(told, where.notes[0])
