@@ -10,7 +10,14 @@ from graphrl.errors import GraphRLError
 
 if TYPE_CHECKING:
     from graphrl.compiler.benchmark import benchmark
-    from graphrl.compiler.bundle import Contract, export
+    from graphrl.compiler.bundle import (
+        ActionContract,
+        Contract,
+        Normalizer,
+        ObservationTerm,
+        RecurrentState,
+        export,
+    )
     from graphrl.compiler.compiled import CompiledGraph, compile
     from graphrl.compiler.explain import explain
     from graphrl.compiler.program import Program
@@ -20,12 +27,16 @@ if TYPE_CHECKING:
     from graphrl.opaque_nodes import opaque
 
 __all__ = [
+    "ActionContract",
     "CompiledGraph",
     "CompiledUpdate",
     "Contract",
     "GraphRLError",
     "KeyedGraph",
+    "Normalizer",
+    "ObservationTerm",
     "Program",
+    "RecurrentState",
     "__version__",
     "benchmark",
     "compile",
@@ -38,11 +49,15 @@ __all__ = [
 
 # Names are imported when first used: `graphrl verify` runs on a robot without torch, and `graphrl --help` is quick.
 _HOMES = {
+    "ActionContract": "graphrl.compiler.bundle",
     "CompiledGraph": "graphrl.compiler.compiled",
     "CompiledUpdate": "graphrl.compiler.update",
     "Contract": "graphrl.compiler.bundle",
     "KeyedGraph": "graphrl.graph",
+    "Normalizer": "graphrl.compiler.bundle",
+    "ObservationTerm": "graphrl.compiler.bundle",
     "Program": "graphrl.compiler.program",
+    "RecurrentState": "graphrl.compiler.bundle",
     "benchmark": "graphrl.compiler.benchmark",
     "compile": "graphrl.compiler.compiled",
     "compile_update": "graphrl.compiler.update",
