@@ -15,14 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphrl.compiler.bundle.c_bench import measure_c
-from graphrl.compiler.bundle.contract import (
-    FIRST_STEP,
-    ActionContract,
-    Contract,
-    ObservationTerm,
-    RecurrentState,
-    check_against,
-)
+from graphrl.compiler.bundle.contract import ActionContract, Contract, ObservationTerm, check_against
 from graphrl.compiler.bundle.golden import Golden
 from graphrl.compiler.bundle.names import c_names
 from graphrl.compiler.bundle.parity import Carried, Parity, Player, Run
