@@ -47,7 +47,10 @@ class Normalizer(_Typed):
 
 @dataclass(frozen=True)
 class ObservationTerm(_Typed):
-    """One input: its key, the order and names of its entries, and what was done to it before training saw it."""
+    """One input: its key, the order and names of its entries, and what was done to it before training saw it.
+
+    A history that the policy keeps itself is told here too; the input is then one observation.
+    """
 
     key: Key
     names: tuple[str, ...] | None = None
