@@ -85,9 +85,8 @@ def make_golden(
     With ``recurrent`` values, also two episodes on end over those rows. Random rows have the mean and spread of the
     examples where there are several, and a spread of 1 and 3 otherwise; a recurrent value is the policy's own work, and
     stays within -1 and 1 in both random and extreme rows. Inputs that are not floats take the examples' values; the
-    flag of an episode's first step is true in some random rows. No row whose reference is not
-    finite is kept, and no extreme row on which float32 itself has lost the answer; raises :class:`BundleError` when
-    none is left.
+    flag of an episode's first step is true in some random rows. No row whose reference is not finite is kept, and no
+    extreme row on which float32 itself has lost the answer; raises :class:`BundleError` when none is left.
     """
     examples = [tuple(row) for row in examples[:EXAMPLE_ROWS]]
     generator = torch.Generator().manual_seed(20240229)
