@@ -76,10 +76,8 @@ def _with_flags(
     graph: KeyedGraph, contract: Contract, nodes: list[Any], starts: dict[Key, Tensor]
 ) -> tuple[KeyedGraph, Contract, dict[Key, Tensor]]:
     """The graph and contract with each flag for an episode's first step as a state of its own."""
-    names, carried = (
-        {"is_init", *(node.is_init_key for node in nodes)},
-        [normalize_key(s.key) for s in contract.recurrent or ()],
-    )
+    names = {"is_init", *(node.is_init_key for node in nodes)}
+    carried = [normalize_key(s.key) for s in contract.recurrent or ()]
     keys = [k for k in normalize_keys(list(graph.in_keys)) if k in names or k[-1] == "is_init"]
     for key in keys:
         if key in [normalize_key(t.key) for t in contract.observations or ()]:
