@@ -21,6 +21,8 @@ from graphrl.compiler.bundle.names import c_names
 from graphrl.compiler.bundle.parity import Carried, Parity, Player, Run
 from graphrl.compiler.bundle.runners import CPlayer
 from graphrl.compiler.bundle.runtime import NON_FINITE_INPUT, NON_FINITE_OUTPUT, OUT_OF_RANGE, Policy
+from graphrl.compiler.bundle.state import start_like
+from graphrl.compiler.bundle.state_check import check_state
 from graphrl.compiler.bundle.tail import reach, squashes
 from graphrl.compiler.bundle.verify import verify
 from graphrl.compiler.program import Program
@@ -57,8 +59,8 @@ class Subject:
     parity: dict[str, Parity] = field(default_factory=dict)
 
     @property
-    def initial(self) -> dict[Key, float]:
-        """Recurrent values as an episode starts with them, by key."""
+    def initial(self) -> dict[Key, Any]:
+        """Recurrent values as an episode starts with them, by key: a number, or all of them."""
         return {s.key: s.initial for s in self.contract.recurrent or ()}
 
     @property
@@ -86,7 +88,7 @@ class Subject:
 
     def row(self, changed: Mapping[int, Tensor] | None = None, at: int = 0) -> list[Tensor]:
         """A golden row, recurrent values at their start, and ``changed`` at these positions."""
-        row = [torch.full_like(v, self.initial[p.key]) if p.key in self.initial else v.clone()
+        row = [start_like(v, self.initial[p.key]) if p.key in self.initial else v.clone()
                for v, p in zip(self.golden.inputs[at], self.live.inputs, strict=True)]  # fmt: skip
         for i, value in (changed or {}).items():
             row[i] = value.to(row[i].dtype)
@@ -259,38 +261,6 @@ def check_order(subject: Subject) -> None:
                                           "the policy: entries in another order")  # fmt: skip
 
 
-def check_state(subject: Subject) -> None:
-    """A reset starts afresh in every runtime; the state starts where training's does, and matters."""
-    rows = [subject.row()] + [list(r) for r in subject.golden.inputs[1:4]]
-    for target, player in subject.players.items():
-        first, second = (_episode(subject, player, rows) for _ in range(2))
-        if any(not np.array_equal(a, b, equal_nan=True) for a, b in zip(first, second, strict=True)):
-            raise BundleError(f"{target}: the same observations after a reset give another action: stale state")
-    recurrent = subject.contract.recurrent or ()
-    if not recurrent:
-        return
-    keys, outputs = list(subject.live.in_keys), list(subject.live.out_keys)
-    starts = [i for i, key in enumerate(keys) if (key if isinstance(key, str) else key[-1]) == "is_init"]
-    quiet = {i: torch.zeros_like(subject.row()[i]) for i in starts}
-    fresh = subject.row(quiet)
-    if starts:
-        other = {i: torch.ones_like(fresh[i]) for i in starts}
-        other |= {keys.index(s.key): fresh[keys.index(s.key)] + 0.5 for s in recurrent}
-        if not torch.allclose(subject.command(fresh), subject.command(subject.row(other)), rtol=1e-6, atol=1e-9):
-            raise ContractError("an episode's first step as the policy itself starts it (is_init) differs from one "
-                                "with the contract's initial state: is RecurrentState.initial training's?")  # fmt: skip
-    after = float64_reference(subject.live, fresh)
-    carried = {keys.index(s.key): after[outputs.index(s.next_key)] for s in recurrent}
-    if torch.equal(subject.command(subject.row({**quiet, **carried})), subject.command(fresh)):
-        raise BundleError(f"the second step's action is the same with and without {[s.key for s in recurrent]}: it is "
-                          "not fed back, or has no effect")  # fmt: skip
-
-
-def _episode(subject: Subject, player: Any, rows: Sequence[Sequence[Tensor]]) -> list[np.ndarray]:
-    player.reset()
-    return [np.array(player.step(subject.seen(row))[encode_key(subject.action)]) for row in rows]
-
-
 def check_types(subject: Subject) -> None:
     """Doubles and strided arrays are taken as what they are; another shape, or no numbers, is one clear error."""
     row = subject.seen(subject.row())
@@ -347,8 +317,9 @@ def check_extremes(subject: Subject) -> None:
                 _once(player, subject.seen(subject.row({i: beyond})))
                 if not player.status & OUT_OF_RANGE:
                     raise BundleError(f"{target}: {key!r} beyond its high, and the status does not tell")
-        for s in subject.contract.recurrent or ():
-            poison = np.full(subject.live.inputs[keys.index(s.key)].shape, np.nan, np.float32)
+        ports = [subject.live.inputs[keys.index(s.key)] for s in subject.contract.recurrent or ()]
+        for s in (p for p in ports if p.dtype.is_floating_point):
+            poison = np.full(s.shape, np.nan, np.float32)
             player.reset({encode_key(s.key): poison})
             player.step(subject.seen(subject.row()))
             if not player.status & NON_FINITE_INPUT:

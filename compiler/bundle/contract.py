@@ -15,6 +15,8 @@ from graphrl.keys import Key, encode_key
 __all__ = ["ActionContract", "Contract", "Normalizer", "ObservationTerm", "RecurrentState"]
 
 Numbers = tuple[float, ...]
+FIRST_STEP = "first step"
+"""The rule of a state that is true on an episode's first step and false afterwards: what training calls ``is_init``."""
 
 
 class _Typed:
@@ -45,7 +47,10 @@ class Normalizer(_Typed):
 
 @dataclass(frozen=True)
 class ObservationTerm(_Typed):
-    """One input: its key, the order and names of its entries, and what was done to it before training saw it."""
+    """One input: its key, the order and names of its entries, and what was done to it before training saw it.
+
+    A history that the policy keeps itself is told here too; the input is then one observation.
+    """
 
     key: Key
     names: tuple[str, ...] | None = None
@@ -89,11 +94,15 @@ class ActionContract(_Typed):
 
 @dataclass(frozen=True)
 class RecurrentState(_Typed):
-    """A value carried from one step to the next: read at ``key``, written at ``next_key``; ``initial`` on reset."""
+    """A value carried from one step to the next: read at ``key``, written at ``next_key``; ``initial`` on reset.
+
+    initial: a number, or one for each entry. reset_rule: what the state is on an episode's first step, in words where
+    that is not ``initial``.
+    """
 
     key: Key
     next_key: Key
-    initial: float = 0.0
+    initial: float | Numbers = 0.0
     reset_rule: str | None = None
 
 
@@ -177,6 +186,9 @@ def check_against(contract: Contract, inputs: Mapping[Key, int], action_key: Key
             if term.normalizer is not None:
                 _check_length(f"observation {term.key!r}: normalizer.mean", term.normalizer.mean, inputs[term.key])
                 _check_length(f"observation {term.key!r}: normalizer.std", term.normalizer.std, inputs[term.key])
+    for state in contract.recurrent or ():
+        if not isinstance(state.initial, (int, float)) and state.key in inputs:
+            _check_length(f"recurrent state {state.key!r}: initial", state.initial, inputs[state.key])
     if contract.action is not None:
         if contract.action.key != action_key:
             raise ContractError(f"the contract's action is {contract.action.key!r}, the bundle's {action_key!r}")
