@@ -49,8 +49,9 @@ def load_pte(path: str | Path) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]
     ExecuTorch's threads are the process's: other programs in it get one as well.
     """
     with quietly():
-        from executorch.extension.pybindings.portable_lib import _unsafe_reset_threadpool
+        from executorch.extension.pybindings.portable_lib import _threadpool_get_thread_count, _unsafe_reset_threadpool
         from executorch.runtime import Runtime
 
-    _unsafe_reset_threadpool(1)
+    if _threadpool_get_thread_count() != 1:  # it tells of each change on stderr
+        _unsafe_reset_threadpool(1)
     return Runtime.get().load_program(path).load_method("forward").execute  # type: ignore[no-any-return]
