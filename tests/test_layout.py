@@ -208,7 +208,7 @@ def test_the_rooms_refuse_their_bare_names():
 
 def test_no_file_names_a_place_on_someone_s_machine():
     place = re.compile(r"(?<![\w.])/(home|Users|root|work)/\w+")
-    kinds = {".py", ".md", ".toml", ".cpp", ".h", ".c", ".txt", ".yaml", ".yml", ".json", ""}
+    kinds = {".py", ".md", ".toml", ".cpp", ".hpp", ".h", ".c", ".txt", ".yaml", ".yml", ".json", ""}
     tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT)
     if tracked.returncode:
         pytest.skip("not a git checkout")

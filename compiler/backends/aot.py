@@ -6,10 +6,12 @@ Inputs, state and draws are all arguments of the library, so weights stay live. 
 
 from __future__ import annotations
 
+import platform
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -23,9 +25,12 @@ from graphrl.compiler.backends.threads import estimated_threads, on_threads
 from graphrl.compiler.program import Program
 from graphrl.errors import CompileError
 
-__all__ = ["BACKEND", "Aot", "write_package"]
+__all__ = ["BACKEND", "Aot", "embed_constants", "package_host", "why_not_on_host", "write_package"]
 
 PACKAGE = "program.pt2"
+
+MARCH = {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}
+"""The compiler's name of torch's instruction sets: with ``native`` the code would need more than the recorded set."""
 
 
 class Aot:
@@ -56,7 +61,8 @@ def write_package(program: Program, path: str | Path, metadata: Mapping[str, str
 
     The loaded model takes inputs, state and draws in the program's order and returns the outputs; state that it writes
     is written in place. Constants (all weights, after the passes for deployment) are inside. The code is for this
-    machine's kind of CPU and this version of torch. ``metadata`` is read back with ``loader.get_metadata()``.
+    instruction set and version of torch, and runs on one thread. Both, and ``metadata``, are read back with
+    ``loader.get_metadata()``.
     Raises :class:`CompileError` where AOTInductor cannot compile the program, or ``path`` does not end in ``.pt2``.
     """
     if Path(path).suffix != ".pt2":
@@ -65,8 +71,33 @@ def write_package(program: Program, path: str | Path, metadata: Mapping[str, str
         raise CompileError(f"aot: {refusal.reason}")
     arguments = example_arguments(program)
     module = as_inductor_sees_it(program, arguments, FakeTensorMode())
-    constants = _embed_constants(program, module, arguments)
-    _compile(module, constants, estimated_threads(program), Path(path), metadata)
+    constants = embed_constants(program, module, arguments)
+    more: dict[str, Any] = {"aot_inductor.metadata": {**package_host(), **(metadata or {})}}
+    march = MARCH.get(package_host()["instruction_set"])
+    if march is not None and hasattr(torch._inductor.config.cpp, "march"):
+        more["cpp.march"] = march
+    _compile(module, constants, 1, Path(path), more)
+
+
+def package_host() -> dict[str, str]:
+    """What a package written here is bound to: version of torch, machine, and instruction set."""
+    return {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def why_not_on_host(host: Mapping[str, str]) -> str | None:
+    """Why a package bound to ``host`` cannot be loaded here, or ``None``: foreign code would end the process."""
+    here = package_host()
+    if host["torch"].split("+")[0] != here["torch"].split("+")[0]:
+        return f"model.pt2 is for torch {host['torch']}, here is {here['torch']}"
+    order, wanted, found = list(MARCH), host["instruction_set"], here["instruction_set"]
+    more = wanted in order and found in order and order.index(found) > order.index(wanted)
+    if host["machine"] != here["machine"] or not (wanted in (found, "DEFAULT") or more):
+        return f"model.pt2 is for {host['machine']} with {wanted}, here is {here['machine']} with {found}"
+    return None
 
 
 def _cached_package(program: Program, threads: int) -> Path:
@@ -98,10 +129,9 @@ def _compile(
     arguments: Sequence[Tensor],
     threads: int,
     path: Path,
-    metadata: Mapping[str, str] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
-    settings = {"cpp.threads": threads, "size_asserts": False, "fallback_random": True,
-                "aot_inductor.metadata": dict(metadata or {})}  # fmt: skip
+    settings = {"cpp.threads": threads, "size_asserts": False, "fallback_random": True, **(more or {})}
     try:
         with quietly(), torch.no_grad():
             exported = torch.export.export(module, tuple(t.detach() for t in arguments))
@@ -113,7 +143,7 @@ def _compile(
         raise CompileError(f"aot: AOTInductor could not compile this program: {lines[0]}") from error
 
 
-def _embed_constants(program: Program, module: fx.GraphModule, arguments: list[Tensor]) -> list[Tensor]:
+def embed_constants(program: Program, module: fx.GraphModule, arguments: Sequence[Tensor]) -> list[Tensor]:
     """Move the constants among the placeholders of ``module`` into it; returns the arguments that are left."""
     first, kept = len(program.inputs), list(arguments)
     places = [n for n in module.graph.nodes if n.op == "placeholder"]

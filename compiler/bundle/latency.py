@@ -42,7 +42,7 @@ def bench_bundle(bundle: Bundle, *, rate_hz: float, calls: int = 20_000, seconds
     paced = max(int(seconds * rate_hz), 1)
     manifest, found, skipped = bundle.manifest, {}, {}
     for target in manifest["targets"]:
-        if (reason := why_not_here(target)) is not None:
+        if (reason := why_not_here(target, manifest)) is not None:
             skipped[target] = reason
         elif target == "c99":
             prefix = manifest["c"]["prefix"]
@@ -140,11 +140,11 @@ def _host() -> dict[str, Any]:
 def memory_report(bundle: Bundle) -> dict[str, Any]:
     """Bytes: of the C's weights, scratch, state, stack, code and constants; of every file a target needs."""
     size = {name: (bundle.path / name).stat().st_size for name in bundle.manifest["files"]}
-    files = {"onnx": "model.onnx", "pt2": "model.pt2"}
+    files = {"onnx": "model.onnx", "pt2": "model.pt2", "executorch": "model.pte"}
     targets: dict[str, Any] = {t: {"file": size[files[t]]} for t in bundle.manifest["targets"] if t in files}
     if "numpy" in bundle.manifest["targets"]:
         targets["numpy"] = {"file": size["graph.json"] + size["weights.safetensors"] + size["runtime.py"]}
-    if "c99" in bundle.manifest["targets"] and why_not_here("c99") is None:
+    if "c99" in bundle.manifest["targets"] and why_not_here("c99", bundle.manifest) is None:
         targets["c99"] = c_memory(bundle.path, bundle.manifest["c"])
     return {"contract_hash": bundle.manifest["contract_hash"], "unit": "bytes", "targets": targets}
 

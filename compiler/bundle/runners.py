@@ -1,4 +1,4 @@
-"""Running what a bundle holds, one golden row at a time: its C, ONNX, AOTInductor package, and numpy runtime."""
+"""Running what a bundle holds, one golden row at a time: its C, ONNX, AOTInductor, ExecuTorch, and numpy runtime."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from graphrl.errors import BundleError
 __all__ = ["RUNNERS", "CPlayer", "run_c_row", "why_not_here"]
 
 
-def why_not_here(target: str) -> str | None:
-    """Why a target cannot be run on this machine, or ``None`` where it can."""
+def why_not_here(target: str, manifest: Mapping[str, Any]) -> str | None:
+    """Why a target of a bundle cannot be run on this machine, or ``None`` where it can."""
     if target == "c99":
         return "no C compiler here" if find_compiler() is None else None
-    package = {"onnx": "onnxruntime", "pt2": "torch"}.get(target)
-    missing = package is not None and importlib.util.find_spec(package) is None
-    return f"{package} is not installed" if missing else None
+    package = {"onnx": "onnxruntime", "pt2": "torch", "executorch": "executorch"}.get(target)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    if target == "pt2":
+        from graphrl.compiler.backends.aot import why_not_on_host
+
+        return why_not_on_host(manifest["pt2"])
+    return None
 
 
 def _c99(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, Player]:
@@ -98,8 +103,19 @@ def _onnx(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, None]:
 def _pt2(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, None]:
     import torch
 
-    loader = torch._inductor.aoti_load_package(str(folder / "model.pt2")).loader
-    return lambda row: [t.numpy() for t in loader.run([torch.from_numpy(np.array(a)) for a in row])], None
+    from graphrl.compiler.backends.threads import on_threads
+
+    run = on_threads(torch._inductor.aoti_load_package(str(folder / "model.pt2")).loader.run, 1)
+    return lambda row: [t.numpy() for t in run([torch.from_numpy(np.array(a)) for a in row])], None
+
+
+def _executorch(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, None]:
+    import torch
+
+    from graphrl.compiler.backends.executorch import load_pte
+
+    run = load_pte(folder / "model.pte")
+    return lambda row: [t.numpy() for t in run([torch.from_numpy(np.array(a)) for a in row])], None
 
 
 def _numpy(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, Player]:
@@ -111,6 +127,6 @@ def _numpy(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, Player]:
 
 
 RUNNERS: dict[str, Callable[[Path, Mapping[str, Any]], tuple[Run, Player | None]]] = {
-    "c99": _c99, "onnx": _onnx, "pt2": _pt2, "numpy": _numpy,
+    "c99": _c99, "onnx": _onnx, "pt2": _pt2, "executorch": _executorch, "numpy": _numpy,
 }  # fmt: skip
 """Each target's way to run: a function of a row of inputs, and the runtime with its own state where it keeps one."""

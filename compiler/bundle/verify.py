@@ -1,4 +1,4 @@
-"""Checking a bundle where it will run: numpy, a C compiler, ONNX Runtime; torch for an AOTInductor package alone."""
+"""Checking a bundle where it will run: numpy, a C compiler, ONNX Runtime; torch or ExecuTorch for their files alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def verify(path: str | Path) -> Verification:
     errors: dict[str, float] = {}
     skipped: dict[str, str] = {}
     for target in bundle.manifest["targets"]:
-        if (reason := why_not_here(target)) is not None:
+        if (reason := why_not_here(target, bundle.manifest)) is not None:
             skipped[target] = reason
             continue
         if target == "numpy":
@@ -75,11 +75,12 @@ def _check_one_contract(bundle: Bundle) -> None:
     found["weights.safetensors"] = _safetensors_metadata(folder / "weights.safetensors").get("contract_hash")
     with np.load(folder / "golden.npz", allow_pickle=False) as golden:
         found["golden.npz"] = str(golden["contract_hash"])
-    if manifest.get("c"):
-        name = f"c/{manifest['c']['prefix']}.h"
-        found[name] = wanted if wanted in (folder / name).read_text() else "another"
+    names = [f"c/{manifest['c']['prefix']}.h"] if manifest.get("c") else []
     if "pt2" in manifest["targets"]:
         found["model.pt2"] = _package_metadata(folder / "model.pt2").get("contract_hash")
+        names += ["cpp/interface.h", "cpp/golden.bin"]
+    names += ["model.pte"] if "executorch" in manifest["targets"] else []
+    found |= {name: wanted if wanted.encode() in (folder / name).read_bytes() else "another" for name in names}
     for name, value in found.items():
         if value != wanted:
             raise BundleError(f"{folder / name} belongs to another contract ({value}): this bundle's is {wanted}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,8 @@ from tensordict.nn import InteractionType, TensorDictModuleBase, set_interaction
 from torch import Tensor
 
 from graphrl._version import __version__
-from graphrl.compiler.backends.aot import write_package
+from graphrl.compiler.backends.aot import package_host, write_package
+from graphrl.compiler.backends.executorch import write_pte
 from graphrl.compiler.bundle.c_text import CFiles, write_c
 from graphrl.compiler.bundle.checks import (
     FILE_CHECKS,
@@ -30,6 +32,7 @@ from graphrl.compiler.bundle.checks import (
 )
 from graphrl.compiler.bundle.contract import Contract
 from graphrl.compiler.bundle.contract_text import contract_text
+from graphrl.compiler.bundle.cpp_text import write_cpp
 from graphrl.compiler.bundle.files import dump_json, dump_npz, hash_files, sha256, whole_folder
 from graphrl.compiler.bundle.golden import make_golden
 from graphrl.compiler.bundle.graph_json import program_to_json
@@ -49,8 +52,9 @@ __all__ = ["ALL_TARGETS", "TARGETS", "TOLERANCE", "export"]
 
 TARGETS = ("c99", "onnx", "numpy")
 """What a bundle holds unless told otherwise."""
-ALL_TARGETS = ("c99", "onnx", "pt2", "numpy")
-"""``pt2``, an AOTInductor package, takes tens of seconds to compile, and runs with one torch on one kind of CPU."""
+ALL_TARGETS = ("c99", "onnx", "pt2", "executorch", "numpy")
+"""``pt2``, an AOTInductor package, takes tens of seconds to compile, and runs with one torch on one kind of CPU;
+``executorch`` needs its extra."""
 TOLERANCE = 1e-5
 """Largest error a runtime may show against float64, as a part of the action's scale."""
 
@@ -121,9 +125,11 @@ def _check_targets(targets: Sequence[str]) -> list[str]:
             raise BundleError(f"no export target {name!r}; there are {ALL_TARGETS}.{did_you_mean(name, ALL_TARGETS)}")
     if not targets:
         raise BundleError(f"no targets given; there are {ALL_TARGETS}")
-    for package in ("onnx", "onnxruntime"):
-        if "onnx" in targets and importlib.util.find_spec(package) is None:
-            raise BundleError(f"target 'onnx' needs {package}: run  pip install 'graphrl[onnx]'  or leave it out")
+    for target, package in (("onnx", "onnx"), ("onnx", "onnxruntime"), ("executorch", "executorch")):
+        if target in targets and importlib.util.find_spec(package) is None:
+            raise BundleError(
+                f"target {target!r} needs {package}: run  pip install 'graphrl[{target}]'  or leave it out"
+            )
     return [t for t in ALL_TARGETS if t in targets]
 
 
@@ -230,17 +236,22 @@ def _write(folder: Path, subject: Subject, deployed: Program, prefix: str) -> No
         from graphrl.compiler.bundle.onnx_file import write_onnx
 
         write_onnx(deployed, folder / "model.onnx", who.contract, contract_hash)
-    if "pt2" in targets:
-        try:
+    try:
+        if "pt2" in targets:
             write_package(deployed, folder / "model.pt2", {"contract_hash": contract_hash})
-        except CompileError as error:
-            raise BundleError(str(error)) from error
+        if "executorch" in targets:
+            write_pte(deployed, folder / "model.pte", contract_hash)
+    except CompileError as error:
+        raise BundleError(str(error)) from error
     if "numpy" in targets:
         (folder / "runtime.py").write_bytes((Path(__file__).parent / "runtime.py").read_bytes())
     said = subject.manifest
     subject.folder, subject.manifest = folder, {**_manifest(live, who, targets, interface), **said}
     (folder / "manifest.json").write_text(dump_json(subject.manifest))
-    subject.runs = {t: RUNNERS[t](folder, subject.manifest) for t in targets if why_not_here(t) is None}
+    if "pt2" in targets:
+        write_cpp(folder / "cpp", subject.manifest, arrays)
+    here = [t for t in targets if why_not_here(t, subject.manifest) is None]
+    subject.runs = {t: RUNNERS[t](folder, subject.manifest) for t in here}
     for target, (run, player) in subject.runs.items():
         subject.parity[target] = measure(arrays, subject.manifest, run, player)
 
@@ -291,6 +302,8 @@ def _manifest(
         import onnx
 
         tools["onnx"] = onnx.__version__
+    if "executorch" in targets:
+        tools["executorch"] = importlib.metadata.version("executorch")
     data = program_to_json(program)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -313,8 +326,6 @@ def _manifest(
 def _package_host() -> dict[str, str]:
     """What the AOTInductor package is bound to."""
     return {
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        **package_host(),
         "bytes": "differ from one export to the next: torch gives each package a new serial number",
     }

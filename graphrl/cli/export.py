@@ -21,7 +21,8 @@ class Export:
     out: Annotated[str, tyro.conf.Positional]
     """Folder to write, or one file that ends in .zip."""
     targets: tuple[str, ...] = ("c99", "onnx", "numpy")
-    """Also "pt2", an AOTInductor package: takes tens of seconds, and runs on this kind of CPU with this torch."""
+    """Also "pt2", an AOTInductor package: takes tens of seconds, and runs on this kind of CPU with this torch; and
+    "executorch", where its extra is installed."""
     rate_hz: float | None = None
     """Control steps a second, where the environment does not tell."""
     waive: tuple[str, ...] = ()

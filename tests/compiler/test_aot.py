@@ -162,3 +162,23 @@ def test_refusals_and_errors_say_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.export, "export", lambda *_: (_ for _ in ()).throw(RuntimeError("no compiler\nmore")))
     with pytest.raises(CompileError, match="could not compile this program: no compiler$"):
         aot.write_package(some, tmp_path / "policy.pt2")
+
+
+@pytest.mark.parametrize(
+    ("package", "here", "reason"),
+    [
+        ({}, {}, None),
+        ({"torch": "2.13.0+cu130"}, {"torch": "2.13.0+cpu"}, None),
+        ({"instruction_set": "AVX2"}, {"instruction_set": "AVX512"}, None),
+        ({"instruction_set": "DEFAULT"}, {"instruction_set": "AVX2"}, None),
+        ({"torch": "2.13.0"}, {"torch": "2.13.1+cpu"}, "is for torch 2.13.0, here is 2.13.1"),
+        ({"instruction_set": "AVX512"}, {"instruction_set": "AVX2"}, "x86_64 with AVX512, here is x86_64 with AVX2"),
+        ({"instruction_set": "SVE256"}, {"instruction_set": "DEFAULT"}, "with SVE256, here is x86_64 with DEFAULT"),
+        ({"machine": "aarch64", "instruction_set": "DEFAULT"}, {}, "for aarch64 with DEFAULT, here is x86_64"),
+    ],
+)
+def test_a_package_is_for_one_torch_and_an_instruction_set(package, here, reason, monkeypatch):
+    host = {"torch": "2.13.0", "machine": "x86_64", "instruction_set": "AVX2"}
+    monkeypatch.setattr(aot, "package_host", lambda: host | here)
+    said = aot.why_not_on_host(host | package)
+    assert said is None if reason is None else reason in said
