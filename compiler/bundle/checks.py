@@ -281,7 +281,12 @@ def check_state(subject: Subject) -> None:
                                 "with the contract's initial state: is RecurrentState.initial training's?")  # fmt: skip
     after = float64_reference(subject.live, fresh)
     carried = {keys.index(s.key): after[outputs.index(s.next_key)] for s in recurrent}
-    if torch.equal(subject.command(subject.row({**quiet, **carried})), subject.command(fresh)):
+    second, first = (float64_reference(subject.live, row) for row in (subject.row({**quiet, **carried}), fresh))
+    if not subject.live.outputs[outputs.index(subject.action)].dtype.is_floating_point:
+        pairs = list(zip(second, first, strict=True))  # a choice may well stay the same: the state then moves
+    else:
+        pairs = [(x[outputs.index(subject.action)] for x in (second, first))]
+    if all(torch.equal(a, b) for a, b in pairs):
         raise BundleError(f"the second step's action is the same with and without {[s.key for s in recurrent]}: it is "
                           "not fed back, or has no effect")  # fmt: skip
 
@@ -348,6 +353,8 @@ def check_extremes(subject: Subject) -> None:
                 if not player.status & OUT_OF_RANGE:
                     raise BundleError(f"{target}: {key!r} beyond its high, and the status does not tell")
         for s in subject.contract.recurrent or ():
+            if not subject.live.inputs[keys.index(s.key)].dtype.is_floating_point:
+                continue
             poison = np.full(subject.live.inputs[keys.index(s.key)].shape, np.nan, np.float32)
             player.reset({encode_key(s.key): poison})
             player.step(subject.seen(subject.row()))

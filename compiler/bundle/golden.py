@@ -108,14 +108,14 @@ def make_golden(
     kept: list[Any] = []
     for kind, inputs in rows:
         outputs = tuple(t.double() if t.is_floating_point() else t for t in float64_reference(program, list(inputs)))
-        if all(torch.isfinite(t).all() and (t.abs() < 1e37).all() for t in outputs):
+        if all(torch.isfinite(t).all() and (t.double().abs() < 1e37).all() for t in outputs):
             kept.append((kind, inputs, outputs))
-    if not kept:
-        raise BundleError("the policy's output is not finite for any golden input, the example among them")
+    if not any(kind == "example" for kind, _, _ in kept):
+        raise BundleError("the policy's output is not finite for any golden input that is a row of the example")
     usual = [k for k in kept if k[0] != "extreme"] or kept
     scales = []
     for i in range(len(program.outputs)):
-        sizes = [float(outputs[i].abs().max()) if outputs[i].numel() else 0.0 for _, _, outputs in usual]
+        sizes = [float(outputs[i].double().abs().max()) if outputs[i].numel() else 0.0 for _, _, outputs in usual]
         scales.append(max(float(np.median(sizes)) if sizes else 0.0, 1e-6))
     kept = [k for k in kept if k[0] != "extreme" or _float32_holds(program, k[1], k[2], scales)]
     columns: list[Any] = list(zip(*kept, strict=True))
@@ -156,7 +156,7 @@ def _is_start(key: Key) -> bool:
 
 
 def _random(stacked: Tensor, like: Tensor, spread: float, generator: torch.Generator, carried: bool) -> Tensor:
-    if not like.is_floating_point():
+    if not like.is_floating_point() or not like.numel():
         return like
     noise = torch.randn(like.shape, generator=generator, dtype=torch.float32) * spread
     if carried:  # the examples' own are the initial state, most often
