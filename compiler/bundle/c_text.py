@@ -303,5 +303,8 @@ def _golden_header(
 
 
 def _f32(value: float) -> str:
-    text = f"{float(np.float32(value)):.9g}"
+    with np.errstate(over="ignore"):
+        text = f"{float(np.float32(value)):.9g}"
+    if text.endswith("inf"):  # a bound that is none
+        return "-INFINITY" if text.startswith("-") else "INFINITY"
     return f"{text}f" if any(c in text for c in ".en") else f"{text}.0f"

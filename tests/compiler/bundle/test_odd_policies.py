@@ -12,8 +12,9 @@ import torch
 from tensordict import TensorDict
 
 from graphrl import KeyedGraph
-from graphrl.compiler.bundle import Contract, RecurrentState, export
+from graphrl.compiler.bundle import Contract, ObservationTerm, RecurrentState, export
 from graphrl.compiler.bundle.names import c_name
+from graphrl.compiler.bundle.runtime import Policy
 from graphrl.errors import BundleError
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -82,3 +83,30 @@ def test_what_a_bundle_cannot_keep_is_refused_before_anything_is_written(name: s
 def test_a_prefix_that_cannot_name_files_is_refused(prefix: Any, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="prefix"):
         _export(tmp_path, lambda x: x, {"x": X}, prefix=prefix)
+
+
+def test_numbers_that_an_integer_or_a_flag_cannot_hold_are_refused_by_both_runtimes(tmp_path: Path) -> None:
+    example = {"x": X, "n": torch.zeros(4, 1, dtype=torch.int32), "flag": torch.ones(4, 1, dtype=torch.bool)}
+    bundle = _export(tmp_path, lambda x, n, flag: torch.where(flag & (n >= 0), x, -x), example)
+    good = {"x": [1e300, 2, 3], "n": [7], "flag": [1]}
+    for step in (bundle.policy(), Policy.load(bundle.path).step):
+        step(good)
+        for bad, said in (({"n": [2**40]}, "more than a int32"), ({"flag": [2]}, "more than a bool"),
+                          ({"n": [1.5]}, "float64, expected int32"), ({"y": [1]}, "no observation 'y'")):  # fmt: skip
+            with pytest.raises(ValueError, match=said):
+                step({**good, **bad})
+
+
+def test_a_bound_may_be_infinite_and_a_byte_may_have_one(tmp_path: Path) -> None:
+    low, high = (-np.inf, -1.0, 0.0), (np.inf, 1.0, np.inf)
+    terms = (ObservationTerm("x", low=low, high=high), ObservationTerm("n", low=(0.0,), high=(9.0,)))
+    data = TensorDict(x=X, n=torch.ones(4, 1, dtype=torch.uint8), batch_size=[4])
+    graph = KeyedGraph((lambda x, n: x * n.float(), ["x", "n"], ["action"]))
+    contract = Contract(rate_hz=1.0, observations=terms)
+    options: Any = {"targets": ("c99", "numpy"), "contract": contract, "waive": ("normalizer",)}
+    bundle = export(graph, tmp_path / "b", data, **options)
+    compiled, numpy = bundle.policy(), Policy.load(bundle.path)
+    for x, status in (([1e30, 0, 1e30], 0), ([0, 2, 0], 4), ([0, 0, -1], 4)):
+        row = {"x": np.array(x, np.float32), "n": np.array([3], np.uint8)}
+        compiled(row), numpy.step(row)
+        assert compiled.status == numpy.status == status
