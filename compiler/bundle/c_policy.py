@@ -162,11 +162,11 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def find_compiler() -> str | None:
-    """``$CC``, else cc, gcc or clang on the path."""
-    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
-        if name and shutil.which(name):
-            return shutil.which(name)
-    return None
+    """``$CC``, else cc, gcc or clang on the path. Raises ``RuntimeError`` where CC names no program."""
+    chosen = os.environ.get("CC")
+    if chosen and shutil.which(chosen) is None:
+        raise RuntimeError(f"CC is {chosen!r}, which is no program on the path: name one compiler, without arguments")
+    return next((found for name in (chosen, "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
 
 
 def compile_library(folder: Path, prefix: str, cc: str | None, flags: tuple[str, ...]) -> ctypes.CDLL:
@@ -183,6 +183,8 @@ def compile_library(folder: Path, prefix: str, cc: str | None, flags: tuple[str,
             result = subprocess.run([*base, "-O3"], capture_output=True, text=True)
         if result.returncode:
             raise RuntimeError(f"{compiler} failed on {folder}:\n{result.stderr[:2000]}")
+        if not Path(target).is_file():
+            raise RuntimeError(f"{compiler} wrote no library: is it a C compiler?")
         return ctypes.CDLL(target)
 
 

@@ -17,6 +17,7 @@ from graphrl import KeyedGraph
 from graphrl.compiler.bundle import CPolicy, export, load, verify
 from graphrl.compiler.bundle.diff import diff
 from graphrl.compiler.bundle.files import hash_files
+from graphrl.compiler.bundle.replay import replay
 from graphrl.compiler.bundle.runtime import Policy
 from graphrl.errors import BundleError
 
@@ -136,3 +137,45 @@ def test_a_link_and_a_wider_tolerance_do_not_pass(copy: Path) -> None:
     edit(copy / "manifest.json", lambda m: m.update(tolerance=1e9))
     with pytest.raises(BundleError, match=r"allows 1000000000\.0, reports/parity\.json 1e-05"):
         verify(copy)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x[0],x[1],x[2],flag,action[0],action[1],action[2]\n", "holds no step"),
+        ("x[0],x[1],x[2],flag,action[0],action[1],action[2]\n1,2,3,1,1,2\n", "row 2 has 6 columns, the head 7"),
+        ("x[0];x[1];x[2];flag;action[0];action[1];action[2]\n", "not divided by commas"),
+        ("x[0],x[1],x[2],flag,action[0],action[1],action[2]\n1,2,3,0.5,1,2,3\n", "'flag' has a value that a bool"),
+        ("x[0],x[1],x[2],flag,action[0],action[1],action[2],reset\n1,2,3,1,1,2,3,nan\n", "'reset' has"),
+    ],
+)
+def test_a_log_that_cannot_be_compared_is_refused(text: str, said: str, made: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text(text)
+    with pytest.raises(BundleError, match=said):
+        replay(load(made), log)
+
+
+def test_a_log_with_a_byte_order_mark_true_and_false_and_an_empty_line_is_read(made: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    head = "\ufeffx[0],x[1],x[2],flag,action[0],action[1],action[2],reset\n"
+    log.write_text(head + "1,2,3,True,1,2,3,True\n\n1,2,3,False,-1,-2,-3,False\n", encoding="utf-8")
+    found = replay(load(made), log)
+    assert found.steps == 2 and found.divergence is None
+    with pytest.raises(BundleError, match="tolerance is nan"):
+        replay(load(made), log, float("nan"))
+    for data in (b"", log.read_bytes(), b"PK\3\4"):
+        (tmp_path / "log.npz").write_bytes(data)
+        with pytest.raises(BundleError, match=r"cannot be read: expected an \.npz"):
+            replay(load(made), tmp_path / "log.npz")
+
+
+def test_a_compiler_that_is_none_is_not_replaced_by_another(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, said in (
+        ("no-such-cc", "which is no program"),
+        ("gcc -m64", "without arguments"),
+        ("true", "no library"),
+    ):
+        monkeypatch.setenv("CC", name)
+        with pytest.raises(BundleError, match=said):
+            verify(made)
