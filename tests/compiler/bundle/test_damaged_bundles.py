@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tensordict import TensorDict
 from graphrl import KeyedGraph
 from graphrl.compiler.bundle import CPolicy, export, load, verify
 from graphrl.compiler.bundle.diff import diff
-from graphrl.compiler.bundle.files import hash_files
+from graphrl.compiler.bundle.files import hash_files, whole_folder
 from graphrl.compiler.bundle.replay import replay
 from graphrl.compiler.bundle.runtime import Policy
 from graphrl.errors import BundleError
@@ -179,3 +180,24 @@ def test_a_compiler_that_is_none_is_not_replaced_by_another(made: Path, monkeypa
         monkeypatch.setenv("CC", name)
         with pytest.raises(BundleError, match=said):
             verify(made)
+
+
+@pytest.mark.parametrize("manifest", ["[" * 99999, '{"files": 3}', '{"files": [[1]]}'])
+def test_a_zip_whose_manifest_is_none_is_damaged(manifest: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        archive.writestr("manifest.json", manifest)
+    with pytest.raises(BundleError, match="damaged"):
+        load(tmp_path / "b.zip")
+
+
+def test_a_folder_that_appeared_meanwhile_is_not_replaced_and_a_link_leaves_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "b"
+    with pytest.raises(BundleError, match="appeared while"):
+        with whole_folder(target, overwrite=False):
+            target.mkdir()
+    (target / "manifest.json").write_text("{}")
+    (tmp_path / "link").symlink_to(target)
+    with whole_folder(tmp_path / "link", overwrite=True) as folder:
+        (folder / "new").touch()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "link"] and (tmp_path / "link" / "new").exists()
+    assert (target / "manifest.json").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,13 @@ def test_a_bound_may_be_infinite_and_a_byte_may_have_one(tmp_path: Path) -> None
         row = {"x": np.array(x, np.float32), "n": np.array([3], np.uint8)}
         compiled(row), numpy.step(row)
         assert compiled.status == numpy.status == status
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("graphrl.compiler.bundle.write.dump_npz", full)
+    with pytest.raises(BundleError, match=r"writing .*b failed, and nothing is left of it: .*No space left"):
+        _export(tmp_path, lambda x: x + 1, {"x": X})
+    assert not list(tmp_path.iterdir())
