@@ -71,9 +71,6 @@ class CPolicy:
             if len(self.inputs) != 1:
                 raise ValueError(f"this policy reads {list(self._into)}: pass a dict")
             observation = {self.inputs[0]["key"]: observation}
-        strangers = [key for key in observation if key not in self._into]
-        if strangers:
-            raise ValueError(f"this policy has no observation {strangers[0]!r}; it reads {list(self._into)}")
         for key, target in self._into.items():
             if key not in observation:
                 raise ValueError(f"{key!r} is missing: this policy reads {list(self._into)}, got {list(observation)}")
@@ -88,6 +85,9 @@ class CPolicy:
                 target[...] = value.reshape(target.shape).astype(dtype)
             if dtype.kind != "f" and (target != value.reshape(target.shape)).any():
                 raise ValueError(f"{key!r} holds {value.min()} to {value.max()}, more than a {dtype} can")
+        strangers = [key for key in observation if key not in self._into]
+        if strangers:
+            raise ValueError(f"this policy has no observation {strangers[0]!r}; it reads {list(self._into)}")
         self.status = self._step(*self._arguments)
         result = {key: source.copy() for key, source in self._from.items()}
         return next(iter(result.values())) if len(result) == 1 else result
