@@ -112,7 +112,10 @@ def _sections(file: Path) -> dict[str, int]:
 
 def _compiles(arguments: Sequence[str]) -> str | None:
     """The compiler's complaint, or ``None``."""
-    compiler = find_compiler()
+    try:
+        compiler = find_compiler()
+    except RuntimeError as error:
+        raise BundleError(str(error)) from error
     if compiler is None:
         raise BundleError("no C compiler: install gcc or clang, or set CC")
     result = subprocess.run([compiler, "-std=c99", *arguments], capture_output=True, text=True)

@@ -37,8 +37,10 @@ class CPolicy:
     def __init__(
         self, bundle: str | Path, cc: str | None = None, flags: tuple[str, ...] = ("-O3", "-march=native")
     ) -> None:
-        self.manifest = json.loads(Path(bundle, "manifest.json").read_text())
+        self.manifest = _manifest(Path(bundle))
         interface = self.manifest["c"]
+        if interface is None:
+            raise ValueError(f"{bundle} has no C: it was exported without the target 'c99'")
         self.prefix: str = interface["prefix"]
         self.library = compile_library(Path(bundle, "c"), self.prefix, cc, flags)
         self.inputs = [m for m in interface["inputs"] if m["place"] == "obs"]
@@ -54,6 +56,7 @@ class CPolicy:
         self._reset = self._function("reset", None)
         self._step = self._function("step", ctypes.c_uint32)
         self._into = {m["key"]: _array(self._obs, m) for m in self.inputs}
+        self._dtypes = {p["key"]: np.dtype(p["dtype"]) for p in self.manifest["inputs"]}
         self._from = {m["key"]: _array(self._command, m) for m in self.outputs}
         self._arguments = (ctypes.byref(self._state), ctypes.byref(self._obs), ctypes.byref(self._command))
         self.status = 0
@@ -75,9 +78,16 @@ class CPolicy:
             row = target.shape[1:] if target.shape[:1] == (1,) else target.shape
             if value.shape not in (target.shape, row, (1, *target.shape)):
                 raise ValueError(f"{key!r} has shape {value.shape}, expected {target.shape}")
-            if value.dtype.kind not in "fiub":
-                raise ValueError(f"{key!r} is {value.dtype}, expected real numbers")
-            target[...] = value.reshape(target.shape)
+            dtype = self._dtypes[key]
+            if value.dtype.kind not in ("fiub" if dtype.kind == "f" else "iub"):
+                raise ValueError(f"{key!r} is {value.dtype}, expected {dtype}, real numbers")
+            with np.errstate(all="ignore"):
+                target[...] = value.reshape(target.shape).astype(dtype)
+            if dtype.kind != "f" and (target != value.reshape(target.shape)).any():
+                raise ValueError(f"{key!r} holds {value.min()} to {value.max()}, more than a {dtype} can")
+        strangers = [key for key in observation if key not in self._into]
+        if strangers:
+            raise ValueError(f"this policy has no observation {strangers[0]!r}; it reads {list(self._into)}")
         self.status = self._step(*self._arguments)
         result = {key: source.copy() for key, source in self._from.items()}
         return next(iter(result.values())) if len(result) == 1 else result
@@ -98,7 +108,9 @@ class CPolicy:
         return {name: np.frombuffer(getattr(self._state, name), dtype=dtype) for name, dtype in dtypes.items()}
 
     def _function(self, name: str, result: Any) -> Any:
-        function = getattr(self.library, f"{self.prefix}_{name}")
+        function = getattr(self.library, f"{self.prefix}_{name}", None)
+        if function is None:
+            raise ValueError(f"the C code has no function {self.prefix}_{name}")
         function.restype = result
         return function
 
@@ -109,7 +121,7 @@ def check_files(bundle: str | Path) -> int:
     Raises ``ValueError`` naming the first that is missing, changed, or does not belong to the bundle.
     """
     folder = Path(bundle)
-    listed: dict[str, str] = json.loads((folder / "manifest.json").read_text())["files"]
+    listed = _manifest(folder)["files"]
     for name, wanted in listed.items():
         file = folder / name
         if not file.is_file():
@@ -118,17 +130,43 @@ def check_files(bundle: str | Path) -> int:
             raise ValueError(f"{file} was changed or damaged: its SHA-256 is not the manifest's {wanted[:12]}...")
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
-        if file.is_file() and name != "manifest.json" and name not in listed and "__pycache__" not in file.parts:
+        alien = (file.is_symlink() or not file.is_dir()) and name not in listed and "__pycache__" not in file.parts
+        if alien and name != "manifest.json":
             raise ValueError(f"{file} does not belong to this bundle: the manifest does not list it")
     return len(listed)
 
 
+def _manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, as far as the C needs it. Raises ``ValueError`` where it is damaged."""
+    member = {"key": str, "name": str, "c_type": str, "shape": list, "size": int, "place": str}
+    file = folder / "manifest.json"
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        names = [
+            manifest["contract_hash"],
+            *(p[k] for p in manifest["inputs"] for k in ("key", "dtype")),
+            *manifest["files"],
+            *manifest["files"].values(),
+        ]
+        if manifest["c"] is not None:
+            names.append(manifest["c"]["prefix"])
+            for m in (*manifest["c"]["inputs"], *manifest["c"]["outputs"]):
+                kinds = all(isinstance(m[k], kind) for k, kind in member.items())
+                if not kinds or m["c_type"] not in C_TYPES or not all(isinstance(n, int) for n in m["shape"]):
+                    raise ValueError(f"a member of the C interface is {json.dumps(m)[:100]}")
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("a name or hash is no text")
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {error!r}") from None
+    return manifest  # type: ignore[no-any-return]
+
+
 def find_compiler() -> str | None:
-    """``$CC``, else cc, gcc or clang on the path."""
-    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
-        if name and shutil.which(name):
-            return shutil.which(name)
-    return None
+    """``$CC``, else cc, gcc or clang on the path. Raises ``RuntimeError`` where CC names no program."""
+    chosen = os.environ.get("CC")
+    if chosen and shutil.which(chosen) is None:
+        raise RuntimeError(f"CC is {chosen!r}, which is no program on the path: name one compiler, without arguments")
+    return next((found for name in (chosen, "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
 
 
 def compile_library(folder: Path, prefix: str, cc: str | None, flags: tuple[str, ...]) -> ctypes.CDLL:
@@ -145,6 +183,8 @@ def compile_library(folder: Path, prefix: str, cc: str | None, flags: tuple[str,
             result = subprocess.run([*base, "-O3"], capture_output=True, text=True)
         if result.returncode:
             raise RuntimeError(f"{compiler} failed on {folder}:\n{result.stderr[:2000]}")
+        if not Path(target).is_file():
+            raise RuntimeError(f"{compiler} wrote no library: is it a C compiler?")
         return ctypes.CDLL(target)
 
 

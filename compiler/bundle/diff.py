@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from graphrl.compiler.bundle.load import Bundle
-from graphrl.compiler.bundle.runtime import read_safetensors
+from graphrl.compiler.bundle.runtime import read_graph, read_safetensors
+from graphrl.errors import BundleError
 
 __all__ = ["Difference", "diff"]
 
@@ -29,7 +30,15 @@ def diff(ours: Bundle, theirs: Bundle) -> list[Difference]:
 
     A graph is told by its first node that differs, a weight by its largest difference, an array of numbers by entry.
     ``model.pt2`` is not compared: torch numbers each package anew. Nor are hashes of files where the contracts differ.
+    Raises :class:`BundleError` for a damaged graph or weights file.
     """
+    try:
+        return _differences(ours, theirs)
+    except ValueError as error:
+        raise BundleError(str(error)) from error
+
+
+def _differences(ours: Bundle, theirs: Bundle) -> list[Difference]:
     found: list[Difference] = []
     for part in ("contract", "contract_hash", "inputs", "outputs", "targets", "tolerance", "tools"):
         found += _values(part, ours.manifest[part], theirs.manifest[part])
@@ -66,7 +75,7 @@ def _shown(value: Any) -> str:
 
 
 def _graphs(ours: Bundle, theirs: Bundle) -> Iterator[Difference]:
-    a, b = (json.loads((x.path / "graph.json").read_text())["nodes"] for x in (ours, theirs))
+    a, b = (read_graph(x.path, x.manifest)["nodes"] for x in (ours, theirs))
     if len(a) != len(b):
         yield Difference("graph: operations", str(len(a) - 1), str(len(b) - 1))
     for i, (x, y) in enumerate(zip(a, b, strict=False)):

@@ -75,7 +75,8 @@ def unpack(file: Path, into: Path) -> None:
                 target = into / entry.filename
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(archive.read(entry))
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, ValueError, AttributeError) as error:
+    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, RecursionError, TypeError, ValueError,
+            AttributeError) as error:  # fmt: skip
         raise BundleError(f"{file} is damaged: {error}") from error
 
 
@@ -123,13 +124,17 @@ def whole_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
         if zipped:
             replace_file(target, dump_zip(temporary))
         else:
-            _replace_folder(target, temporary)
+            _replace_folder(target, temporary, overwrite)
+    except OSError as error:
+        raise BundleError(f"writing {target} failed, and nothing is left of it: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _replace_folder(target: Path, temporary: Path) -> None:
+def _replace_folder(target: Path, temporary: Path, overwrite: bool) -> None:
     old = temporary.with_name(f"{temporary.name}.old")
+    if target.exists() and not overwrite:
+        raise BundleError(f"{target} appeared while its bundle was made: another export to the same path?")
     if target.exists():
         os.rename(target, old)
     try:
@@ -138,6 +143,8 @@ def _replace_folder(target: Path, temporary: Path) -> None:
         if old.exists():
             os.rename(old, target)
         raise
+    if old.is_symlink():
+        old.unlink()
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from graphrl.compiler.bundle.c_policy import CPolicy, check_files
 from graphrl.compiler.bundle.contract import hash_contract
 from graphrl.compiler.bundle.files import unpack
+from graphrl.compiler.bundle.runtime import MANIFEST, misfit, read_graph
 from graphrl.errors import BundleError
 
 if TYPE_CHECKING:
@@ -58,12 +59,17 @@ class Bundle:
 
     def program(self) -> Program:
         """The traced program, rebuilt from ``graph.json`` and ``weights.safetensors``. Needs torch."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         from graphrl.compiler.bundle.graph_json import program_from_json
 
-        data = json.loads((self.path / "graph.json").read_text())
-        return program_from_json(data, load_file(self.path / "weights.safetensors"))
+        try:
+            data = read_graph(self.path, self.manifest)
+            return program_from_json(data, load_file(self.path / "weights.safetensors"))
+        except (AssertionError, AttributeError, LookupError, RuntimeError, SafetensorError, SyntaxError, TypeError,
+                ValueError) as error:  # fmt: skip
+            raise BundleError(f"{self.source}: graph.json and its weights are no program: {error}") from error
 
 
 def load(path: str | Path) -> Bundle:
@@ -100,19 +106,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest, checked for schema, and its contract for its hash."""
     file = folder / "manifest.json"
     try:
-        manifest = json.loads(file.read_text())
+        manifest = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise BundleError(f"{folder} is no bundle: {file} cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"{file} is damaged: {error}") from error
-    wanted = ("contract", "contract_hash", "program_hash", "weight_hash", "files", "targets", "tolerance", "reports")
-    lacking = [k for k in ("schema_version", *wanted) if not isinstance(manifest, dict) or k not in manifest]
-    if lacking:
-        raise BundleError(f"{file} is not a bundle's manifest: it lacks {lacking}")
-    if manifest["schema_version"] != SCHEMA_VERSION:
-        raise BundleError(
-            f"{file} has schema version {manifest['schema_version']}, this graphrl reads {SCHEMA_VERSION}"
-        )
+    found = manifest.get("schema_version", SCHEMA_VERSION) if isinstance(manifest, dict) else SCHEMA_VERSION
+    if found != SCHEMA_VERSION:
+        raise BundleError(f"{file} has schema version {found}, this graphrl reads {SCHEMA_VERSION}")
+    numbers = {str: float}
+    reports = {"parity": {"max_relative_error": numbers, "scale": numbers}}
+    if problem := misfit(manifest, {**MANIFEST, "tools": dict, "reports": reports}):
+        raise BundleError(f"{file} is not a bundle's manifest: {problem}")
     if hash_contract(manifest["contract"]) != manifest["contract_hash"]:
         raise BundleError(
             f"{file}: the contract is not the one its hash {manifest['contract_hash'][:12]}... was made of"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,8 @@ def replay(bundle: Bundle, log: str | Path, tolerance: float | None = None) -> R
     except ValueError as error:
         raise BundleError(str(error)) from error
     tolerance = manifest["tolerance"] if tolerance is None else tolerance
+    if not tolerance >= 0:
+        raise BundleError(f"tolerance is {tolerance}: expected 0 or more")
     data = _read(Path(log), manifest, policy)
     recorded = {p["key"]: data[p["key"]] for p in manifest["outputs"] if p["key"] in data}
     written = {s["next_key"]: s["key"] for s in manifest["contract"]["recurrent"] or ()}
@@ -155,7 +158,7 @@ def _read(log: Path, manifest: Mapping[str, Any], policy: Policy) -> dict[str, n
     ports = {p["key"]: p for p in (*manifest["outputs"], *manifest["inputs"])}
     try:
         data = _read_csv(log, manifest, ports) if log.suffix == ".csv" else _read_npz(log)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, csv.Error) as error:
         raise BundleError(f"{log} cannot be read: {error}") from error
     present = list(data)
     for key in policy.observations:
@@ -168,7 +171,11 @@ def _read(log: Path, manifest: Mapping[str, Any], policy: Policy) -> dict[str, n
     lengths = {key: len(data[key]) for key in data if key in ports or key == "reset"}
     if len(set(lengths.values())) != 1:
         raise BundleError(f"{log}: every array needs one entry a step, but the lengths are {lengths}")
+    if not next(iter(lengths.values())):
+        raise BundleError(f"{log} holds no step")
     for key in lengths:
+        if data[key].dtype.kind not in "fiub":
+            raise BundleError(f"{log}: {key!r} is {data[key].dtype}, expected real numbers")
         wanted = int(np.prod(ports[key]["shape"])) if key in ports else 1
         if data[key][:1].size != wanted and len(data[key]):
             raise BundleError(f"{log}: {key!r} has {data[key][0].size} entries a step, expected {wanted}")
@@ -176,18 +183,31 @@ def _read(log: Path, manifest: Mapping[str, Any], policy: Policy) -> dict[str, n
     for key in lengths:
         if key in ports:
             data[key] = data[key].reshape(steps, *ports[key]["shape"])
+    if not np.isin(data.get("reset", 0), (0, 1)).all():
+        raise BundleError(f"{log}: 'reset' has {data['reset'].reshape(-1)[:5].tolist()}, ...: expected 0 or 1 a step")
     data["reset"] = np.asarray(data.get("reset", [True] + [False] * (steps - 1)), bool).reshape(-1)[:steps]
     return data
 
 
 def _read_npz(log: Path) -> dict[str, np.ndarray]:
+    if not zipfile.is_zipfile(log):
+        raise ValueError("expected an .npz archive of arrays, or a file that ends in .csv")
     with np.load(log, allow_pickle=False) as file:
         return {name: np.atleast_1d(file[name]) for name in file.files}
 
 
+def _number(text: str) -> float:
+    return float({"true": "1", "false": "0"}.get(text.strip().lower(), text))
+
+
 def _read_csv(log: Path, manifest: Mapping[str, Any], ports: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    with log.open(newline="") as stream:
-        head, *rows = list(csv.reader(stream)) or [[]]
+    with log.open(newline="", encoding="utf-8-sig") as stream:
+        head, *rows = [row for row in csv.reader(stream) if row] or [[]]
+    if len(head) == 1 and any(c in head[0] for c in ";\t"):
+        raise ValueError("its columns are not divided by commas")
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(head):
+            raise ValueError(f"row {number} has {len(row)} columns, the head {len(head)}")
     place = {name.strip(): i for i, name in enumerate(head)}
     data = {}
     for key in (*ports, "reset"):
@@ -203,7 +223,9 @@ def _read_csv(log: Path, manifest: Mapping[str, Any], ports: Mapping[str, Any]) 
             raise ValueError(f"{len(columns)} of the {size} columns of {key!r} are there; missing {lacks}"
                              + (f", not known {others}" if others else ""))  # fmt: skip
         if columns:
-            values = np.array([[float(row[c]) for c in columns] for row in rows]).reshape(len(rows), size)
-            kind = ports[key]["dtype"] if key in ports else "bool"
+            values = np.array([[_number(row[c]) for c in columns] for row in rows]).reshape(len(rows), size)
+            kind = ports[key]["dtype"] if key in ports else "float32"  # of reset: checked to be 0 or 1
             data[key] = values if kind.startswith("float") else values.astype(kind)
+            if (data[key] != values).any() and not kind.startswith("float"):
+                raise ValueError(f"{key!r} has a value that a {kind} cannot hold")
     return data

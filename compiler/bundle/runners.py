@@ -20,7 +20,10 @@ __all__ = ["RUNNERS", "CPlayer", "run_c_row", "why_not_here"]
 def why_not_here(target: str, manifest: Mapping[str, Any]) -> str | None:
     """Why a target of a bundle cannot be run on this machine, or ``None`` where it can."""
     if target == "c99":
-        return "no C compiler here" if find_compiler() is None else None
+        try:
+            return "no C compiler here" if find_compiler() is None else None
+        except RuntimeError as error:
+            raise BundleError(str(error)) from error
     package = {"onnx": "onnxruntime", "pt2": "torch", "executorch": "executorch"}.get(target)
     if package is not None and importlib.util.find_spec(package) is None:
         return f"{package} is not installed"

@@ -21,6 +21,7 @@ import json
 import math
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-__all__ = ["OPERATIONS", "Policy", "check_files", "main", "read_safetensors"]
+__all__ = ["MANIFEST", "OPERATIONS", "Policy", "check_files", "main", "misfit", "read_graph", "read_safetensors"]
 
 NON_FINITE_INPUT, NON_FINITE_OUTPUT, OUT_OF_RANGE = 1, 2, 4
 SCHEMA_VERSION = 2
@@ -609,18 +610,22 @@ def read_safetensors(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise ValueError(f"weights: a header of {size} bytes in a file of {len(data)}")
-    header = json.loads(data[8 : 8 + size].decode())
+    try:
+        header = json.loads(data[8 : 8 + size].decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"weights: the header is damaged: {error}") from None
     metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else {}
-    wanted = {"dtype", "shape", "data_offsets"}
-    if not isinstance(header, dict) or not all(isinstance(e, dict) and wanted <= set(e) for e in header.values()):
-        raise ValueError("weights: the header is not a JSON object of tensors with dtype, shape and data_offsets")
+    entry_kinds = {"dtype": str, "shape": [int], "data_offsets": [int]}
+    problem = misfit(header, {str: entry_kinds}) or misfit(metadata, {str: str}, "__metadata__")
+    if problem or any(len(e["data_offsets"]) != 2 for e in header.values()):
+        raise ValueError(f"weights: the header is damaged: {problem or 'data_offsets are no pair'}")
     body, tensors, end = data[8 + size :], {}, 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         shape, (start, stop) = entry["shape"], entry["data_offsets"]
         if entry["dtype"] not in kinds:
             raise ValueError(f"weights: {name!r} is {entry['dtype']}; numpy has {', '.join(kinds)}")
         dtype = np.dtype(kinds[entry["dtype"]])
-        if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)):
+        if min(*shape, start, stop) < 0:
             raise ValueError(f"weights: {name!r} has shape {shape} at {start}:{stop}")
         if start != end or stop - start != math.prod(shape) * dtype.itemsize or stop > len(body):
             raise ValueError(f"weights: {name!r}, {entry['dtype']}{shape}, does not fit bytes {start} to {stop} of "
@@ -642,25 +647,72 @@ def check_files(bundle: str | Path) -> int:
         _read(folder, name, listed)
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
-        if file.is_file() and name != "manifest.json" and name not in listed and "__pycache__" not in file.parts:
+        alien = (file.is_symlink() or not file.is_dir()) and name not in listed and "__pycache__" not in file.parts
+        if alien and name != "manifest.json":
             raise ValueError(f"{file} does not belong to this bundle: the manifest does not list it")
     return len(listed)
 
 
+_PORT = {"key": str, "shape": [int], "dtype": str}
+MANIFEST: dict[str, Any] = {
+    "schema_version": int, "contract": dict, "contract_hash": str, "program_hash": str, "weight_hash": str,
+    "inputs": [_PORT], "outputs": [_PORT], "targets": [str], "tolerance": float, "files": {str: str},
+}  # fmt: skip
+"""What a manifest holds, as :func:`misfit` reads it."""
+_SLOT = {"name": str, "shape": [int], "dtype": str}
+_NODE = {"name": str, "op": str, "args": list, "kwargs": dict}
+_GRAPH = {"inputs": [_PORT], "outputs": [_PORT], "state": [_SLOT], "placeholders": [str], "nodes": [_NODE]}
+
+
+def misfit(value: Any, wanted: Any, place: str = "it") -> str | None:
+    """Where a value is not what ``wanted`` says: a type, ``[kind]``, ``{str: kind}`` or a dict of kinds by key."""
+    if isinstance(wanted, type):
+        fits = isinstance(value, (int, float) if wanted is float else wanted) and not isinstance(value, bool)
+        return None if fits else f"{place} is {json.dumps(value)[:60]}, expected {wanted.__name__}"
+    if not isinstance(value, type(wanted)):
+        return f"{place} is {json.dumps(value)[:60]}, expected {type(wanted).__name__}"
+    if isinstance(wanted, list):
+        parts = [(f"{place}[{i}]", v, wanted[0]) for i, v in enumerate(value)]
+    else:
+        every = wanted.get(str)
+        lacking = [] if every else [k for k in wanted if k not in value]
+        if lacking:
+            return f"{place} lacks {lacking}"
+        parts = [(k, v, every or wanted[k]) for k, v in value.items() if every or k in wanted]
+    return next((found for name, v, kind in parts if (found := misfit(v, kind, name))), None)
+
+
 def _manifest(folder: Path) -> dict[str, Any]:
+    file = folder / "manifest.json"
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        contract = json.dumps(manifest["contract"], sort_keys=True, separators=(",", ":"))
-        version, wanted = manifest["schema_version"], manifest["contract_hash"]
+        manifest = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{folder} is no bundle: {error}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / 'manifest.json'} is damaged: {error!r}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error!r}") from None
+    version = manifest.get("schema_version", SCHEMA_VERSION) if isinstance(manifest, dict) else SCHEMA_VERSION
     if version != SCHEMA_VERSION:
         raise ValueError(f"{folder} has schema version {version}, this runtime reads {SCHEMA_VERSION}")
-    if hashlib.sha256(contract.encode()).hexdigest() != wanted:
-        raise ValueError(f"{folder / 'manifest.json'}: the contract is not the one its hash was made of")
+    if problem := misfit(manifest, MANIFEST):
+        raise ValueError(f"{file} is damaged: {problem}")
+    contract = json.dumps(manifest["contract"], sort_keys=True, separators=(",", ":"))
+    if hashlib.sha256(contract.encode()).hexdigest() != manifest["contract_hash"]:
+        raise ValueError(f"{file}: the contract is not the one its hash was made of")
     return manifest  # type: ignore[no-any-return]
+
+
+def read_graph(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """A bundle's ``graph.json``. Raises ``ValueError`` where it is changed, damaged or of another policy."""
+    name = "graph.json"
+    try:
+        data = json.loads(_read(folder, name, {name: manifest["program_hash"]}))
+    except RecursionError as error:
+        raise ValueError(f"{folder / name} is damaged: {error}") from None
+    if problem := misfit(data, _GRAPH):
+        raise ValueError(f"{folder / name} is damaged: {problem}")
+    if any(data[side] != manifest[side] for side in ("inputs", "outputs")):
+        raise ValueError(f"{folder / name} has other inputs or outputs than the manifest")
+    return data  # type: ignore[no-any-return]
 
 
 def _read(folder: Path, name: str, hashes: Mapping[str, str]) -> bytes:
@@ -703,6 +755,8 @@ class _Graph:
             for node in data["nodes"]:
                 self._add(node, varying)
         self._values = [None if i in varying else v for i, v in enumerate(self._values)]
+        if len(self._returned) != len(self.outputs) or not all(type(v) is _Slot for v in self._returned):
+            raise ValueError(f"the graph returns {len(self._returned)} values, expected {len(self.outputs)} of its own")
 
     def _add(self, node: Mapping[str, Any], varying: set[int]) -> None:
         """Plan one node, and try it on zeros: a shape or dtype that is not the graph's is found now."""
@@ -783,13 +837,16 @@ class Policy:
         that this runtime lacks."""
         folder = Path(bundle)
         manifest = _manifest(folder)
-        data = json.loads(_read(folder, "graph.json", {"graph.json": manifest["program_hash"]}))
+        data = read_graph(folder, manifest)
         file = "weights.safetensors"
         tensors, metadata = read_safetensors(_read(folder, file, {file: manifest["weight_hash"]}))
         for name, found in (("graph.json", data), (file, metadata)):
             if found.get("contract_hash") != manifest["contract_hash"]:
                 raise ValueError(f"{folder / name} belongs to another contract")
-        return cls(folder, manifest, _Graph(data, tensors))
+        try:
+            return cls(folder, manifest, _Graph(data, tensors))
+        except (AttributeError, LookupError, TypeError) as error:
+            raise ValueError(f"{folder / 'graph.json'} is damaged: {error!r}") from error
 
     @property
     def state(self) -> dict[str, np.ndarray]:
@@ -831,10 +888,18 @@ class Policy:
         Raises ``ValueError`` beyond the manifest's tolerance, naming row and output.
         """
         data = _read(self.folder, "golden.npz", self.manifest["files"])
-        with np.load(io.BytesIO(data), allow_pickle=False) as file:
-            golden = {name: file[name] for name in file.files}
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as file:
+                golden = {name: file[name] for name in file.files}
+            return self._replay(golden)
+        except (AttributeError, EOFError, LookupError, TypeError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{self.folder / 'golden.npz'} is damaged: {error!r}") from error
+
+    def _replay(self, golden: Mapping[str, Any]) -> float:
         if str(golden["contract_hash"]) != self.manifest["contract_hash"]:
             raise ValueError(f"{self.folder / 'golden.npz'} belongs to another contract")
+        if not len(golden["kind"]):
+            raise ValueError(f"{self.folder / 'golden.npz'} holds no row")
         worst = 0.0
         for row in range(len(golden["kind"])):
             found = self.run_row([golden[f"in/{p['key']}"][row] for p in self._graph.inputs])
@@ -887,7 +952,11 @@ class Policy:
             raise ValueError(f"{key!r} has shape {array.shape}, expected {shape[1:] if shape[:1] == (1,) else shape}")
         if array.dtype.kind not in ("fiub" if port["dtype"].startswith("float") else "iub"):
             raise ValueError(f"{key!r} is {array.dtype}, expected {port['dtype']}")
-        return array.reshape(shape).astype(port["dtype"])
+        with np.errstate(all="ignore"):
+            taken = array.reshape(shape).astype(port["dtype"])
+        if taken.dtype.kind != "f" and (taken != array.reshape(shape)).any():
+            raise ValueError(f"{key!r} holds {array.min()} to {array.max()}, more than a {port['dtype']} can")
+        return taken
 
     def _status(self, given: Mapping[str, np.ndarray], result: Mapping[str, np.ndarray]) -> int:
         status = 0
@@ -896,6 +965,8 @@ class Policy:
                 status |= bit
         for key, term in self._terms.items():
             x = given[key].reshape(-1)
+            if x.dtype.kind != "f":  # as in C
+                continue
             for bound, sign in (("low", 1), ("high", -1)):
                 if term[bound] is not None and (sign * x < sign * np.asarray(term[bound], x.dtype)).any():
                     status |= OUT_OF_RANGE

@@ -41,12 +41,25 @@ def verify(path: str | Path) -> Verification:
     Raises :class:`BundleError` naming the file or runtime that fails.
     """
     bundle = load(path)
+    try:
+        return _verify(bundle)
+    except BundleError:
+        raise
+    except Exception as error:  # whatever a file with the right hash may hold: one line, not a reader's inside
+        raise BundleError(f"{bundle.source} has its hashes, but a file is damaged: {error!r}") from error
+
+
+def _verify(bundle: Bundle) -> Verification:
     _check_one_contract(bundle)
     with np.load(bundle.path / "golden.npz", allow_pickle=False) as file:
         golden = {name: file[name] for name in file.files}
+    if not len(golden["kind"]):
+        raise BundleError(f"{bundle.path / 'golden.npz'} holds no row")
     errors: dict[str, float] = {}
     skipped: dict[str, str] = {}
     for target in bundle.manifest["targets"]:
+        if target not in RUNNERS:
+            raise BundleError(f"the manifest names target {target!r}; there are {list(RUNNERS)}")
         if (reason := why_not_here(target, bundle.manifest)) is not None:
             skipped[target] = reason
             continue
@@ -70,8 +83,12 @@ def _check_one_contract(bundle: Bundle) -> None:
     for name, key in (("graph.json", "program_hash"), ("weights.safetensors", "weight_hash")):
         if sha256((folder / name).read_bytes()) != manifest[key]:
             raise BundleError(f"{folder / name} is not the one the manifest's {key} names")
-    found = {name: json.loads((folder / name).read_text()).get("contract_hash")
-             for name in ("graph.json", "reports/parity.json")}  # fmt: skip
+    found, report = {}, {}
+    for name in ("graph.json", "reports/parity.json"):
+        report = json.loads((folder / name).read_text())
+        found[name] = report.get("contract_hash")
+    if report.get("tolerance") != manifest["tolerance"]:
+        raise BundleError(f"the manifest allows {manifest['tolerance']}, reports/parity.json {report.get('tolerance')}")
     found["weights.safetensors"] = _safetensors_metadata(folder / "weights.safetensors").get("contract_hash")
     with np.load(folder / "golden.npz", allow_pickle=False) as golden:
         found["golden.npz"] = str(golden["contract_hash"])

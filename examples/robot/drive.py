@@ -22,12 +22,17 @@ PATIENCE_S = 10.0
 def main(bundle: str, address: str) -> int:
     """Drive until the robot says BYE; the exit status, 1 where it refuses, falls silent, or lacks a sensor."""
     sys.path.insert(0, bundle)
-    from runtime import Policy
-
+    try:
+        from runtime import Policy
+    except ImportError as error:
+        print(f"error: {bundle} has no runtime.py ({error}): expected a bundle's folder", file=sys.stderr)
+        return 1
     host, _, port = address.partition(":")
     wire = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    wire.connect((host, int(port)))
     try:
+        if not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"address {address!r}: expected HOST:PORT, such as 127.0.0.1:5555")
+        wire.connect((host, int(port)))
         policy = Policy.load(bundle)
         contract = policy.manifest["contract_hash"][:16]
         rate_hz, sensors, actuators = meet(wire, contract)

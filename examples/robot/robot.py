@@ -134,8 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--noise", type=float, default=0.0, help="standard deviation of the sensors' noise")
     parser.add_argument("--lock-step", action="store_true", help="wait for every action instead of the clock")
     options = parser.parse_args(arguments)
-    manifest = json.loads(Path(options.bundle, "manifest.json").read_text())
     try:
+        manifest = json.loads(Path(options.bundle, "manifest.json").read_text())
         model = Model(options.env, options.seed, options.delay, options.noise)
         rate_hz = check_rate(model, manifest["contract"])
         link = Link(options.port, manifest["contract_hash"], rate_hz, model.sensors, model.actuators)
