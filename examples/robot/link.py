@@ -22,11 +22,11 @@ class Link:
         self.socket.bind(("127.0.0.1", port))
         self.socket.setblocking(False)
         self.port = int(self.socket.getsockname()[1])
-        self.refused, self.late, self.status = 0, 0, 0
+        self.refused, self.late, self.status, self.not_finite = 0, 0, 0, 0
         self.answered: set[int] = set()
         self.response_ns: list[int] = []
         self._contract, self._welcome = contract[:16], protocol.pack_welcome(rate_hz, sensors, actuators)
-        self._size, self._peer = len(actuators), None
+        self._peer, self._last = None, np.zeros(len(actuators), np.float32)
 
     def wait_for_driver(self, timeout_s: float) -> None:
         """Block until a driver with the right contract has said HELLO. Raises ``TimeoutError``."""
@@ -38,7 +38,8 @@ class Link:
             self.take(-1)
 
     def send(self, sequence: int, values: np.ndarray, starts: bool) -> None:
-        """One observation."""
+        """One observation; where an episode starts, the action before it is zero."""
+        self._last = self._last * (not starts)
         self._send(Packet(OBSERVATION, self._contract, sequence, protocol.pack_floats(values.tolist()), START * starts))
 
     def take(self, awaited: int) -> np.ndarray | None:
@@ -77,6 +78,8 @@ class Link:
         self.socket.close()
 
     def _receive(self, packet: Packet, sender: tuple[str, int], awaited: int) -> np.ndarray | None:
+        if packet.kind not in (HELLO, ACTION):  # another robot's: an answer to it would be answered for ever
+            return None
         if packet.contract != self._contract:
             raise ValueError(f"contract {packet.contract}..., but this robot runs {self._contract}...: another bundle")
         if packet.kind == HELLO:
@@ -86,15 +89,22 @@ class Link:
             self._send(Packet(WELCOME, self._contract, payload=self._welcome))
         if packet.kind != ACTION or sender != self._peer or packet.sequence in self.answered:
             return None
-        if len(packet.floats) != self._size:
-            raise ValueError(f"an action of {len(packet.floats)} numbers; this robot has {self._size} actuators")
+        if len(packet.floats) != self._last.size:
+            raise ValueError(f"an action of {len(packet.floats)} numbers; this robot has {self._last.size} actuators")
         self.answered.add(packet.sequence)
         self.status |= packet.flags
         self.response_ns.append(packet.stamp_ns - packet.answers_ns)
         if packet.sequence == awaited:
-            return np.array(packet.floats, np.float32)
+            self._last = self._finite(np.array(packet.floats, np.float32))
+            return self._last
         self.late += 1
         return None
+
+    def _finite(self, action: np.ndarray) -> np.ndarray:
+        """An action, or where it has NaN or infinity the one before it."""
+        lost = not bool(np.isfinite(action).all())
+        self.not_finite += lost
+        return self._last if lost else action
 
     def _refuse(self, sender: tuple[str, int], why: str) -> None:
         self.refused += 1

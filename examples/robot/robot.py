@@ -44,7 +44,10 @@ class Report:
         else:
             lines.append("lock-step: no clock, no jitter")
         lines += [f"response {_spread(np.array(link.response_ns))}" if link.response_ns else "response none"]
-        lines += [f"late packets {link.late}, lost {lost}, refused {link.refused}, actions held {self.held}"]
+        lines += [
+            f"late packets {link.late}, lost {lost}, refused {link.refused}, actions held {self.held}, "
+            f"not finite {link.not_finite}"
+        ]
         lines += [f"policy status {link.status}"]
         if model.finished:
             lines.append(f"return {np.mean(model.finished):.6f} over {len(model.finished)} episodes")
