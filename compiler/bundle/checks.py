@@ -21,7 +21,7 @@ from graphrl.compiler.bundle.names import c_names
 from graphrl.compiler.bundle.parity import Carried, Parity, Player, Run
 from graphrl.compiler.bundle.runners import CPlayer
 from graphrl.compiler.bundle.runtime import NON_FINITE_INPUT, NON_FINITE_OUTPUT, OUT_OF_RANGE, Policy
-from graphrl.compiler.bundle.tail import reach, squashes
+from graphrl.compiler.bundle.tail import constants, reach, squashes
 from graphrl.compiler.bundle.verify import verify
 from graphrl.compiler.program import Program
 from graphrl.compiler.verify import float64_reference
@@ -107,7 +107,7 @@ def check_normalizer(subject: Subject) -> None:
     """Each observation has a normaliser or an explicit "none", where and what the contract says; none still learns."""
     if fingerprint(subject.policy) != subject.state:
         raise BundleError("a weight or buffer of the policy changed while it was run: a normaliser still learning?")
-    terms, constants = subject.terms(), _constants(subject.live)
+    terms, constants = subject.terms(), constants(subject.live)
     for i, term in terms.items():
         norm, name = term.normalizer, term.key
         if norm is None:
@@ -172,6 +172,8 @@ def check_action(subject: Subject) -> None:
                             "clip the program performs: say inside=(...), () for none")  # fmt: skip
     found = squashes(subject.live, subject.action)
     twice = f"the action ends in {' and '.join(found)}"
+    if found and action.squash == "none":
+        raise ContractError(f"{twice}, and the contract says that there is no squash")
     if len(found) > 1 and "squash" in action.inside:
         raise BundleError(f"{twice}: a squash doubled")
     if action.squash in found and "squash" not in action.inside:
@@ -180,7 +182,12 @@ def check_action(subject: Subject) -> None:
         return
     _check_bounds(subject, action)
     scaled = action.scale is None or "scale" in action.inside
-    if found and "squash" in action.inside and scaled and action.low is not None and action.high is not None:
+    if (
+        found
+        and "squash" in action.inside
+        and scaled
+        and None not in (*(action.low or [None]), *(action.high or [None]))
+    ):
         low, high = (np.array(v, np.float64) for v in (action.low, action.high))
         for wanted, got in zip((low, high), reach(subject.live, subject.action), strict=True):
             if not np.allclose(got, wanted, rtol=0, atol=1e-3 * float((high - low).max())):
@@ -195,7 +202,7 @@ def _check_bounds(subject: Subject, action: ActionContract) -> None:
         values = getattr(action, bound)
         if values is None:
             continue
-        limit = torch.tensor(values, dtype=torch.float64)
+        limit = torch.tensor([-sign * np.inf if v is None else v for v in values], dtype=torch.float64)
         for row in subject.golden.outputs:
             if bool((sign * (row[position].double().reshape(-1) - limit) < -1e-5).any()):
                 raise BundleError(
@@ -343,9 +350,9 @@ def check_extremes(subject: Subject) -> None:
                 _check_status(f"{target}, {key!r} = {number}", player.status, np.isfinite(number), found)
             high = terms[key].high if key in terms else None
             if high is not None:
-                beyond = torch.tensor(high).reshape(value.shape) * 1.01 + 1
-                _once(player, subject.seen(subject.row({i: beyond})))
-                if not player.status & OUT_OF_RANGE:
+                beyond = [0.0 if h is None else h + 0.01 * abs(h) + 1 for h in high]
+                _once(player, subject.seen(subject.row({i: torch.tensor(beyond).reshape(value.shape)})))
+                if any(h is not None for h in high) and not player.status & OUT_OF_RANGE:
                     raise BundleError(f"{target}: {key!r} beyond its high, and the status does not tell")
         for s in subject.contract.recurrent or ():
             poison = np.full(subject.live.inputs[keys.index(s.key)].shape, np.nan, np.float32)
@@ -442,22 +449,6 @@ def fingerprint(policy: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _constants(program: Program) -> dict[fx.Node, Tensor]:
-    """The value of every node that depends on weights and buffers alone."""
-    nodes = list(program.graph_module.graph.nodes)
-    places = [n for n in nodes if n.op == "placeholder"]
-    first = len(program.inputs)
-    values: dict[fx.Node, Any] = dict(
-        zip(places[first : first + len(program.state)], (s.read().detach() for s in program.state), strict=True)
-    )
-    for node in nodes:
-        read = node.all_input_nodes
-        if node.op == "call_function" and read and all(n in values for n in read):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)
-    return {node: value for node, value in values.items() if isinstance(value, Tensor)}
 
 
 def _subtracted(program: Program, i: int, constants: Mapping[fx.Node, Tensor]) -> str | None:

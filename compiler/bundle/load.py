@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphrl.compiler.bundle.c_policy import CPolicy, check_files
+from graphrl.compiler.bundle.c_policy import CPolicy, check_files, hash_manifest
 from graphrl.compiler.bundle.contract import hash_contract
 from graphrl.compiler.bundle.files import unpack
 from graphrl.errors import BundleError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEMA_VERSION", "Bundle", "load"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True, repr=False)
@@ -117,4 +117,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise BundleError(
             f"{file}: the contract is not the one its hash {manifest['contract_hash'][:12]}... was made of"
         )
+    if hash_manifest(manifest) != manifest.get("manifest_hash"):
+        raise BundleError(f"{file} was changed: it is not the one its manifest_hash was made of")
     return manifest  # type: ignore[no-any-return]

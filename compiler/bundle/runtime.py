@@ -5,7 +5,7 @@ This file is complete in itself: copy it beside a bundle, or use the copy inside
     policy = Policy.load("policy_bundle")
     policy.reset()                                            # the start of an episode
     action = policy.step({"observation": array})["action"]    # names, shapes and dtypes are checked
-    python runtime.py policy_bundle                           # contract, self-test, 1000 timed steps
+    python runtime.py policy_bundle                           # contract, self-test, 1000 timed steps; or a .zip
 
 Every operation names its dtype, by torch's rules (``_common``): numpy 1 and 2 promote numbers differently.
 Needs Python 3.9 and numpy 1.22, or newer.
@@ -21,6 +21,8 @@ import json
 import math
 import sys
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 __all__ = ["OPERATIONS", "Policy", "check_files", "main", "read_safetensors"]
 
 NON_FINITE_INPUT, NON_FINITE_OUTPUT, OUT_OF_RANGE = 1, 2, 4
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 F32, I64 = np.dtype("float32"), np.dtype("int64")
 
 
@@ -634,43 +636,80 @@ def read_safetensors(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]
     return tensors, metadata
 
 
+class _Files:
+    """The files of a bundle by name: those of a folder, or of a ``.zip``, which is read into memory."""
+
+    def __init__(self, bundle: str | Path) -> None:
+        self.where, self._archive = Path(bundle), None
+        if self.where.is_file():
+            try:
+                self._archive = zipfile.ZipFile(io.BytesIO(self.where.read_bytes()))
+            except zipfile.BadZipFile as error:
+                raise ValueError(f"{self.where} is no bundle: {error}") from None
+
+    def names(self) -> list[str]:
+        if self._archive is not None:
+            return self._archive.namelist()
+        found = [p for p in sorted(self.where.rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
+        return [p.relative_to(self.where).as_posix() for p in found]
+
+    def read(self, name: str) -> bytes:
+        """Raises ``OSError`` for a file that is not there, ``ValueError`` for a damaged archive."""
+        if self._archive is None:
+            return (self.where / name).read_bytes()
+        try:
+            return self._archive.read(name)
+        except KeyError:
+            raise FileNotFoundError(2, "not in the archive", name) from None
+        except (zipfile.BadZipFile, NotImplementedError, zlib.error) as error:
+            raise ValueError(f"{self.where} is damaged: {error}") from None
+
+    def checked(self, name: str, wanted: str | None) -> bytes:
+        """The bytes of a file whose SHA-256 is ``wanted``."""
+        try:
+            data = self.read(name)
+        except OSError as error:
+            raise ValueError(f"{self.where / name} is missing: the manifest lists it ({error.strerror})") from None
+        if hashlib.sha256(data).hexdigest() != wanted:
+            raise ValueError(f"{self.where / name} was changed or damaged: its SHA-256 is not the manifest's")
+        return data
+
+
 def check_files(bundle: str | Path) -> int:
     """Compare every file with the manifest; returns how many there are. Raises ``ValueError`` naming the first."""
-    folder = Path(bundle)
-    listed = _manifest(folder)["files"]
-    for name in listed:
-        _read(folder, name, listed)
-    for file in sorted(folder.rglob("*")):
-        name = file.relative_to(folder).as_posix()
-        if file.is_file() and name != "manifest.json" and name not in listed and "__pycache__" not in file.parts:
-            raise ValueError(f"{file} does not belong to this bundle: the manifest does not list it")
+    files = _Files(bundle)
+    listed, present = _manifest(files)["files"], files.names()
+    for name, wanted in listed.items():
+        files.checked(name, wanted)
+    for name in present:
+        if name != "manifest.json" and name not in listed:
+            raise ValueError(f"{files.where / name} does not belong to this bundle: the manifest does not list it")
+        if present.count(name) > 1:
+            raise ValueError(f"{files.where} holds {name!r} twice")
     return len(listed)
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _manifest(files: _Files) -> dict[str, Any]:
+    file = files.where / "manifest.json"
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        contract = json.dumps(manifest["contract"], sort_keys=True, separators=(",", ":"))
-        version, wanted = manifest["schema_version"], manifest["contract_hash"]
+        manifest = json.loads(files.read("manifest.json"))
+        contract, version, wanted = (manifest[k] for k in ("contract", "schema_version", "contract_hash"))
     except OSError as error:
-        raise ValueError(f"{folder} is no bundle: {error}") from None
+        raise ValueError(f"{files.where} is no bundle: {error}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / 'manifest.json'} is damaged: {error!r}") from None
+        raise ValueError(f"{file} is damaged: {error!r}") from None
     if version != SCHEMA_VERSION:
-        raise ValueError(f"{folder} has schema version {version}, this runtime reads {SCHEMA_VERSION}")
-    if hashlib.sha256(contract.encode()).hexdigest() != wanted:
-        raise ValueError(f"{folder / 'manifest.json'}: the contract is not the one its hash was made of")
+        raise ValueError(f"{files.where} has schema version {version}, this runtime reads {SCHEMA_VERSION}")
+    if _hash_json(contract) != wanted:
+        raise ValueError(f"{file}: the contract is not the one its hash was made of")
+    rest = {name: value for name, value in manifest.items() if name != "manifest_hash"}
+    if _hash_json(rest) != manifest.get("manifest_hash"):
+        raise ValueError(f"{file} was changed: it is not the one its manifest_hash was made of")
     return manifest  # type: ignore[no-any-return]
 
 
-def _read(folder: Path, name: str, hashes: Mapping[str, str]) -> bytes:
-    try:
-        data = (folder / name).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{folder / name} is missing: the manifest lists it ({error.strerror})") from None
-    if hashlib.sha256(data).hexdigest() != hashes.get(name):
-        raise ValueError(f"{folder / name} was changed or damaged: its SHA-256 is not the manifest's")
-    return data
+def _hash_json(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 # ---- running a graph
@@ -765,8 +804,8 @@ class Policy:
     or high; the action is computed either way. ``contract``: plain data, ``None`` where nothing is known.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], graph: _Graph) -> None:
-        self.folder, self.manifest, self._graph = folder, manifest, graph
+    def __init__(self, files: _Files, manifest: dict[str, Any], graph: _Graph) -> None:
+        self._files, self.manifest, self._graph = files, manifest, graph
         self.contract: dict[str, Any] = manifest["contract"]
         self.status = 0
         self._carry = {s["key"]: s["next_key"] for s in self.contract["recurrent"] or ()}
@@ -778,17 +817,17 @@ class Policy:
 
     @classmethod
     def load(cls, bundle: str | Path) -> Policy:
-        """Open a bundle's folder. Raises ``ValueError``: a file missing, changed or of another bundle; an operation
-        that this runtime lacks."""
-        folder = Path(bundle)
-        manifest = _manifest(folder)
-        data = json.loads(_read(folder, "graph.json", {"graph.json": manifest["program_hash"]}))
+        """Open a bundle, a folder or a ``.zip``. Raises ``ValueError``: a file missing, changed or of another bundle; an
+        operation that this runtime lacks."""
+        files = _Files(bundle)
+        manifest = _manifest(files)
+        data = json.loads(files.checked("graph.json", manifest["program_hash"]))
         file = "weights.safetensors"
-        tensors, metadata = read_safetensors(_read(folder, file, {file: manifest["weight_hash"]}))
+        tensors, metadata = read_safetensors(files.checked(file, manifest["weight_hash"]))
         for name, found in (("graph.json", data), (file, metadata)):
             if found.get("contract_hash") != manifest["contract_hash"]:
-                raise ValueError(f"{folder / name} belongs to another contract")
-        return cls(folder, manifest, _Graph(data, tensors))
+                raise ValueError(f"{files.where / name} belongs to another contract")
+        return cls(files, manifest, _Graph(data, tensors))
 
     @property
     def state(self) -> dict[str, np.ndarray]:
@@ -825,11 +864,11 @@ class Policy:
 
         Raises ``ValueError`` beyond the manifest's tolerance, naming row and output.
         """
-        data = _read(self.folder, "golden.npz", self.manifest["files"])
+        data = self._files.checked("golden.npz", self.manifest["files"].get("golden.npz"))
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             golden = {name: file[name] for name in file.files}
         if str(golden["contract_hash"]) != self.manifest["contract_hash"]:
-            raise ValueError(f"{self.folder / 'golden.npz'} belongs to another contract")
+            raise ValueError(f"{self._files.where / 'golden.npz'} belongs to another contract")
         worst = 0.0
         for row in range(len(golden["kind"])):
             found = self.run_row([golden[f"in/{p['key']}"][row] for p in self._graph.inputs])
@@ -852,7 +891,7 @@ class Policy:
         error = np.abs(found.reshape(wanted.shape).astype(np.float64) - wanted).max(initial=0.0)
         error = float(error) / (size if wanted.dtype.kind == "f" else 1.0)
         if not error <= self.manifest["tolerance"]:
-            raise ValueError(f"{self.folder}: {key!r} is off by {error:.2e} of its scale on golden {where}; "
+            raise ValueError(f"{self._files.where}: {key!r} is off by {error:.2e} of its scale on golden {where}; "
                              f"{self.manifest['tolerance']:.0e} is allowed")  # fmt: skip
         return error
 
@@ -892,8 +931,9 @@ class Policy:
         for key, term in self._terms.items():
             x = given[key].reshape(-1)
             for bound, sign in (("low", 1), ("high", -1)):
-                if term[bound] is not None and (sign * x < sign * np.asarray(term[bound], x.dtype)).any():
-                    status |= OUT_OF_RANGE
+                if term[bound] is not None:  # null for an entry without: NaN, which nothing is below
+                    limit = np.array([math.nan if v is None else v for v in term[bound]], x.dtype)
+                    status |= OUT_OF_RANGE if (sign * x < sign * limit).any() else 0
         return status
 
 

@@ -30,7 +30,7 @@ from graphrl.compiler.bundle.checks import (
 )
 from graphrl.compiler.bundle.contract import Contract
 from graphrl.compiler.bundle.contract_text import contract_text
-from graphrl.compiler.bundle.files import dump_json, dump_npz, hash_files, sha256, whole_folder
+from graphrl.compiler.bundle.files import dump_json, dump_npz, hash_files, sealed, sha256, whole_folder
 from graphrl.compiler.bundle.golden import make_golden
 from graphrl.compiler.bundle.graph_json import program_to_json
 from graphrl.compiler.bundle.load import SCHEMA_VERSION, Bundle, load
@@ -252,7 +252,7 @@ def _write(folder: Path, subject: Subject, deployed: Program, prefix: str) -> No
         (folder / "runtime.py").write_bytes((Path(__file__).parent / "runtime.py").read_bytes())
     said = subject.manifest
     subject.folder, subject.manifest = folder, {**_manifest(live, who, targets, interface), **said}
-    (folder / "manifest.json").write_text(dump_json(subject.manifest))
+    (folder / "manifest.json").write_text(dump_json(sealed(subject.manifest)))
     subject.runs = {t: RUNNERS[t](folder, subject.manifest) for t in targets if why_not_here(t) is None}
     for target, (run, player) in subject.runs.items():
         subject.parity[target] = measure(arrays, subject.manifest, run, player)
@@ -278,7 +278,7 @@ def _finish(subject: Subject) -> None:
     (folder / "reports" / "contract.md").write_text(contract_text(manifest))
     manifest["checks"]["files"] = "passed"  # comes next; where it does not pass, there is no bundle
     manifest["files"] = hash_files(folder)
-    (folder / "manifest.json").write_text(dump_json(manifest))
+    (folder / "manifest.json").write_text(dump_json(sealed(manifest)))
 
 
 def _text_array(text: str) -> Any:

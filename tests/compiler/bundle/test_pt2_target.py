@@ -12,7 +12,7 @@ import torch
 from small_gru import CONTRACT, START, gru
 
 from graphrl.compiler.bundle import export, verify
-from graphrl.compiler.bundle.files import hash_files
+from graphrl.compiler.bundle.files import hash_files, sealed
 from graphrl.errors import BundleError
 
 
@@ -43,6 +43,6 @@ def refused(folder: Path, message: str) -> None:
     """Even with the hashes of a manifest that was written for it."""
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"] = hash_files(folder)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
     with pytest.raises(BundleError, match=message):
         verify(folder)
