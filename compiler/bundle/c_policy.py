@@ -32,7 +32,7 @@ C_TYPES = {"float": (ctypes.c_float, np.float32), "int64_t": (ctypes.c_int64, np
 class CPolicy:
     """One instance of a bundle's compiled policy.
 
-    bundle: the bundle's folder, or its ``.zip``. cc: C compiler, default ``$CC`` or cc, gcc, clang. flags: how to compile.
+    bundle: its folder, or its ``.zip``. cc: C compiler, default ``$CC`` or cc, gcc, clang. flags: how to compile.
     ``status`` holds the status bits of the last step: 1 non-finite input, 2 non-finite output, 4 out of range.
     """
 

@@ -107,13 +107,13 @@ def check_normalizer(subject: Subject) -> None:
     """Each observation has a normaliser or an explicit "none", where and what the contract says; none still learns."""
     if fingerprint(subject.policy) != subject.state:
         raise BundleError("a weight or buffer of the policy changed while it was run: a normaliser still learning?")
-    terms, constants = subject.terms(), constants(subject.live)
+    terms, fixed = subject.terms(), constants(subject.live)
     for i, term in terms.items():
         norm, name = term.normalizer, term.key
         if norm is None:
             raise ContractError(f"nothing is said of how {name!r} is normalised: give its ObservationTerm a "
                                 "Normalizer, Normalizer('none') where there is none")  # fmt: skip
-        found = _subtracted(subject.live, i, constants)
+        found = _subtracted(subject.live, i, fixed)
         if norm.where != "inside" and found:
             raise ContractError(f"the contract says that {name!r} is normalised {norm.where!r}, and the program "
                                 f"normalises it by {found!r}: twice on the robot?")  # fmt: skip
@@ -121,7 +121,7 @@ def check_normalizer(subject: Subject) -> None:
             if norm.mean is None or norm.std is None:
                 raise ContractError(f"the normaliser of {name!r} is inside, but its mean and std are not stated")
             for what, numbers in (("mean", [norm.mean]), ("std", [norm.std, 1 / np.array(norm.std)])):
-                if not any(_holds(value, np.array(n)) for value in constants.values() for n in numbers):
+                if not any(_holds(value, np.array(n)) for value in fixed.values() for n in numbers):
                     raise ContractError(f"the normaliser of {name!r} is stated as inside, but the program has no such "
                                         f"{what}: missing, or of another training")  # fmt: skip
         _check_shift(subject, i, term)

@@ -124,6 +124,5 @@ def _check_fields(kind: type[_Typed], data: Mapping[str, Any], place: str) -> No
     known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     for name in data:
         if name not in known:
-            raise ContractError(
-                f"contract: {place or kind.__name__} has no field {name!r}; there are {known}.{did_you_mean(name, known)}"
-            )
+            hint = did_you_mean(name, known)
+            raise ContractError(f"contract: {place or kind.__name__} has no field {name!r}; there are {known}.{hint}")

@@ -35,7 +35,7 @@ ABOUT: dict[str, dict[str, str]] = {
         "clip": "The caller then clips to [low, high].",
         "low": "Lowest value of each entry, as the policy reads it, in its unit; null for an entry without.",
         "high": "Highest value of each entry, as the policy reads it, in its unit; null for an entry without.",
-        "bounds_from": "Where low and high come from: 'stated' by sensor or environment, or 'recorded' data and a margin.",
+        "bounds_from": "Where low and high come from: 'stated' by sensor or environment, or 'recorded' data.",
         "normalizer": "How the observation is normalised.",
         "history_length": "Observations in a window; it lies along the first dim.",
         "history_order": "Which end of the window is the newest observation.",

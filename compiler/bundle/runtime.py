@@ -817,8 +817,10 @@ class Policy:
 
     @classmethod
     def load(cls, bundle: str | Path) -> Policy:
-        """Open a bundle, a folder or a ``.zip``. Raises ``ValueError``: a file missing, changed or of another bundle; an
-        operation that this runtime lacks."""
+        """Open a bundle, a folder or a ``.zip``.
+
+        Raises ``ValueError``: a file missing, changed or of another bundle; an operation that this runtime lacks.
+        """
         files = _Files(bundle)
         manifest = _manifest(files)
         data = json.loads(files.checked("graph.json", manifest["program_hash"]))
