@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from graphrl.errors import GraphError
 
-__all__ = ["DISCARD", "Key", "decode_key", "encode_key", "normalize_key", "normalize_keys"]
+__all__ = ["DISCARD", "Key", "decode_key", "encode_key", "next_key", "normalize_key", "normalize_keys"]
 
 Key: TypeAlias = "str | tuple[str, ...]"
 
@@ -41,6 +41,11 @@ def normalize_keys(keys: object) -> list[Key]:
     if not isinstance(keys, Iterable):
         raise GraphError(f"{keys!r} ({type(keys).__name__}) is not a list of keys: expected e.g. ['observation']")
     return [normalize_key(k) for k in keys]
+
+
+def next_key(key: Key) -> Key:
+    """Where the value of ``key`` after the step stands: ``("next", "observation")``."""
+    return ("next", *((key,) if isinstance(key, str) else key))
 
 
 def encode_key(key: Key) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graphrl.errors import GraphError, SpecError, did_you_mean
 from graphrl.graph import KeyedGraph
-from graphrl.keys import Key, normalize_key, normalize_keys
+from graphrl.keys import Key, next_key, normalize_key, normalize_keys
 
 __all__ = ["LossGraph", "LossTerm", "SettableKeys", "next_key", "require_same_shape", "value_key_of"]
 
@@ -24,11 +24,6 @@ def require_same_shape(**tensors: Tensor) -> None:
     if len({tensor.shape for tensor in tensors.values()}) > 1:
         found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise SpecError(f"{found}: these must have one shape, and are not broadcast; reshape one where it is made")
-
-
-def next_key(key: Key) -> Key:
-    """The same key under ``next``."""
-    return normalize_key(("next", key))
 
 
 def value_key_of(critic: Any) -> Key:

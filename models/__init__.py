@@ -1,4 +1,4 @@
-"""Networks and the keyed graphs built on them: perceptrons, distributions, normalisers, actors, critics.
+"""Networks and the keyed graphs built on them: perceptrons, distributions, normalisers, state, actors, critics.
 
 A file here holds one kind of model. What trains a model belongs in ``losses``, what lowers it in ``compiler``.
 """
@@ -14,6 +14,7 @@ from graphrl.models.init import orthogonal_init_
 from graphrl.models.mlp import MLP
 from graphrl.models.normalizer import RunningNorm
 from graphrl.models.recurrent import GRUModule, LSTMModule
+from graphrl.models.state import LowPassFilter, ObservationHistory, PhaseClock, PreviousAction
 
 __all__ = [
     "Actor",
@@ -24,7 +25,11 @@ __all__ = [
     "GaussianHead",
     "IndependentNormal",
     "LSTMModule",
+    "LowPassFilter",
     "MLP",
+    "ObservationHistory",
+    "PhaseClock",
+    "PreviousAction",
     "RunningNorm",
     "TanhGaussianActor",
     "TanhNormal",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from graphrl.graph import KeyedGraph
 from graphrl.keys import Key
-from graphrl.models import MLP, GRUModule, LSTMModule, RunningNorm
+from graphrl.models import MLP, GRUModule, LSTMModule, ObservationHistory, RunningNorm
 
 __all__ = ["POLICIES", "Policy", "make_policy"]
 
@@ -97,21 +97,16 @@ def _plain(size: int, out: int, rate: float, cells: tuple[int, ...], activation:
     return make
 
 
-def _window(window: Tensor, observation: Tensor, is_init: Tensor) -> Tensor:
-    """The last values, oldest first: [B, T, F]; zeros before the start of the episode."""
-    window = torch.where(is_init[:, :, None], 0.0, window)
-    return torch.cat([window[:, 1:], observation[:, None]], 1)
-
-
-WINDOW = (_window, ["history", "observation", "is_init"], [("next", "history")])
+def _window(size: int, length: int, flatten: bool = True) -> ObservationHistory:
+    """The last observations, oldest first; zeros before the start of the episode."""
+    return ObservationHistory(size, length, out_key="window", state_key="history", padding="constant", flatten=flatten)
 
 
 def _go2(width: Width) -> Made:
     """An estimator reads six observations; the actor reads its guess beside the last."""
     graph = KeyedGraph(
-        WINDOW,
-        (lambda window: window.flatten(1), [("next", "history")], ["flat"]),
-        _node(_mlp(270, 19, [width(128), width(64)], nn.ELU), "flat", "estimate"),
+        _window(45, 6),
+        _node(_mlp(270, 19, [width(128), width(64)], nn.ELU), "window", "estimate"),
         (lambda x, z: torch.cat([x, z], -1), ["observation", "estimate"], ["features"]),
         _node(_mlp(64, 12, [width(n) for n in (512, 256, 128)], nn.ELU), "features"),
         out_keys=["action", ("next", "history")],
@@ -122,9 +117,8 @@ def _go2(width: Width) -> Made:
 def _g1(width: Width) -> Made:
     """Five observations in a row, 480 numbers."""
     graph = KeyedGraph(
-        WINDOW,
-        (lambda window: window.flatten(1), [("next", "history")], ["flat"]),
-        _node(_mlp(480, 29, [width(n) for n in (512, 256, 128)], nn.ELU), "flat"),
+        _window(96, 5),
+        _node(_mlp(480, 29, [width(n) for n in (512, 256, 128)], nn.ELU), "window"),
         out_keys=["action", ("next", "history")],
     )
     return graph, {"observation": (96,), "history": (5, 96)}, 50.0
@@ -173,9 +167,9 @@ def _depth_parkour(width: Width) -> Made:
                          nn.Linear(30, 20))  # fmt: skip
     gru = GRUModule(53 + 32 + 20, width(512), in_key="seen")
     graph = KeyedGraph(
-        WINDOW,
+        _window(53, 10, flatten=False),
         _node(nn.Sequential(nn.Unflatten(1, (1, 58)), eye), "depth", "latent"),
-        (lambda window: window.transpose(1, 2), [("next", "history")], ["channels"]),
+        (lambda window: window.transpose(1, 2), ["window"], ["channels"]),
         _node(past, "channels", "past"),
         (lambda *parts: torch.cat(parts, -1), ["observation", "latent", "past"], ["seen"]),
         gru,
@@ -216,7 +210,7 @@ class _Transformer(nn.Module):
 
 def _digit(width: Width) -> Made:
     net = _Transformer(width(192), 102, 16, 20)
-    graph = KeyedGraph(WINDOW, _node(net, ("next", "history")), out_keys=["action", ("next", "history")])
+    graph = KeyedGraph(_window(102, 16, flatten=False), _node(net, "window"), out_keys=["action", ("next", "history")])
     return graph, {"observation": (102,), "history": (16, 102)}, 50.0
 
 

@@ -178,10 +178,15 @@ def _source(
     initial = {s.key: s.initial for s in contract.recurrent or ()}
     carry = {s.key: s.next_key for s in contract.recurrent or ()}
     named = {m.key: m for m in outputs}
-    resets, carries = [], []
+    resets, carries, tables = [], [], []
     for m in inputs:
         if m.place == "state":
-            resets.append(f"for (int i = 0; i < {m.size}; ++i) {{ st->{m.name}[i] = {_f32(initial[m.key])}; }}")
+            start = initial[m.key]
+            value = f"initial_{m.name}[i]" if isinstance(start, (tuple, list)) else _literal(start, m)
+            if isinstance(start, (tuple, list)):
+                numbers = ", ".join(_literal(v, m) for v in start)
+                tables.append(f"static const {m.c_type} initial_{m.name}[{max(m.size, 1)}] = {{{numbers}}};\n")
+            resets.append(f"for (int i = 0; i < {m.size}; ++i) {{ st->{m.name}[i] = {value}; }}")
             after = named[carry[m.key]]
             resets.append(f"for (int i = 0; i < {m.size}; ++i) {{ st->{after.name}[i] = st->{m.name}[i]; }}")
             carries.append(f"for (int i = 0; i < {m.size}; ++i) {{ st->{m.name}[i] = st->{after.name}[i]; }}")
@@ -205,6 +210,7 @@ def _source(
             "",
             generated.code,
             *range_tables,
+            *tables,
             f"size_t {prefix}_state_size(void)\n{{\n    return sizeof({prefix}_state);\n}}\n",
             f"void {prefix}_init({prefix}_state *const st)\n{{\n    {prefix}_reset(st);\n}}\n",
             f"void {prefix}_reset({prefix}_state *const st)\n{{",
@@ -298,6 +304,10 @@ def _golden_header(
             lines.append(f"    {{{', '.join(text) or '0'}}},")
         lines.append("};\n")
     return "\n".join(lines)
+
+
+def _literal(value: float, member: Member) -> str:
+    return _f32(value) if member.c_type == "float" else str(int(value))
 
 
 def _f32(value: float) -> str:

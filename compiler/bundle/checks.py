@@ -15,12 +15,20 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphrl.compiler.bundle.c_bench import measure_c
-from graphrl.compiler.bundle.contract import ActionContract, Contract, ObservationTerm, check_against
+from graphrl.compiler.bundle.contract import (
+    FIRST_STEP,
+    ActionContract,
+    Contract,
+    ObservationTerm,
+    RecurrentState,
+    check_against,
+)
 from graphrl.compiler.bundle.golden import Golden
 from graphrl.compiler.bundle.names import c_names
 from graphrl.compiler.bundle.parity import Carried, Parity, Player, Run
 from graphrl.compiler.bundle.runners import CPlayer
 from graphrl.compiler.bundle.runtime import NON_FINITE_INPUT, NON_FINITE_OUTPUT, OUT_OF_RANGE, Policy
+from graphrl.compiler.bundle.state import start_like
 from graphrl.compiler.bundle.tail import constants, reach, squashes
 from graphrl.compiler.bundle.verify import verify
 from graphrl.compiler.program import Program
@@ -57,8 +65,8 @@ class Subject:
     parity: dict[str, Parity] = field(default_factory=dict)
 
     @property
-    def initial(self) -> dict[Key, float]:
-        """Recurrent values as an episode starts with them, by key."""
+    def initial(self) -> dict[Key, Any]:
+        """Recurrent values as an episode starts with them, by key: a number, or all of them."""
         return {s.key: s.initial for s in self.contract.recurrent or ()}
 
     @property
@@ -86,7 +94,7 @@ class Subject:
 
     def row(self, changed: Mapping[int, Tensor] | None = None, at: int = 0) -> list[Tensor]:
         """A golden row, recurrent values at their start, and ``changed`` at these positions."""
-        row = [torch.full_like(v, self.initial[p.key]) if p.key in self.initial else v.clone()
+        row = [start_like(v, self.initial[p.key]) if p.key in self.initial else v.clone()
                for v, p in zip(self.golden.inputs[at], self.live.inputs, strict=True)]  # fmt: skip
         for i, value in (changed or {}).items():
             row[i] = value.to(row[i].dtype)
@@ -277,20 +285,33 @@ def check_state(subject: Subject) -> None:
     if not recurrent:
         return
     keys, outputs = list(subject.live.in_keys), list(subject.live.out_keys)
-    starts = [i for i, key in enumerate(keys) if (key if isinstance(key, str) else key[-1]) == "is_init"]
-    quiet = {i: torch.zeros_like(subject.row()[i]) for i in starts}
+    flags = [keys.index(s.key) for s in recurrent if s.reset_rule == FIRST_STEP]
+    values = [s for s in recurrent if s.reset_rule != FIRST_STEP]
+    quiet = {i: torch.zeros_like(subject.row()[i]) for i in flags}
     fresh = subject.row(quiet)
-    if starts:
-        other = {i: torch.ones_like(fresh[i]) for i in starts}
-        other |= {keys.index(s.key): fresh[keys.index(s.key)] + 0.5 for s in recurrent}
-        if not torch.allclose(subject.command(fresh), subject.command(subject.row(other)), rtol=1e-6, atol=1e-9):
-            raise ContractError("an episode's first step as the policy itself starts it (is_init) differs from one "
-                                "with the contract's initial state: is RecurrentState.initial training's?")  # fmt: skip
+    if flags:
+        _check_first_step(subject, values, fresh)
     after = float64_reference(subject.live, fresh)
-    carried = {keys.index(s.key): after[outputs.index(s.next_key)] for s in recurrent}
-    if torch.equal(subject.command(subject.row({**quiet, **carried})), subject.command(fresh)):
-        raise BundleError(f"the second step's action is the same with and without {[s.key for s in recurrent]}: it is "
+    carried = {keys.index(s.key): after[outputs.index(s.next_key)] for s in values}
+    if values and torch.equal(subject.command(subject.row({**quiet, **carried})), subject.command(fresh)):
+        raise BundleError(f"the second step's action is the same with and without {[s.key for s in values]}: it is "
                           "not fed back, or has no effect")  # fmt: skip
+
+
+def _check_first_step(subject: Subject, values: Sequence[RecurrentState], fresh: Sequence[Tensor]) -> None:
+    """An episode's first step depends on no state left behind, and starts from the contract's initial values."""
+    start = subject.row()
+    left = {list(subject.live.in_keys).index(s.key): s for s in values}
+    other = subject.row({i: start[i] + 0.5 for i in left})
+    wanted = subject.command(start)
+    if not torch.allclose(subject.command(other), wanted, rtol=1e-6, atol=1e-9):
+        raise BundleError(f"an episode's first step depends on what {[s.key for s in values]} held before: the policy "
+                          "does not reset it where is_init is set")  # fmt: skip
+    if any(s.reset_rule not in (None, "initial value") for s in values):
+        return  # the first step makes its state of its input
+    if not torch.allclose(subject.command(fresh), wanted, rtol=1e-6, atol=1e-9):
+        raise ContractError("an episode's first step as the policy itself starts it (is_init) differs from one "
+                            "with the contract's initial state: is RecurrentState.initial training's?")  # fmt: skip
 
 
 def _episode(subject: Subject, player: Any, rows: Sequence[Sequence[Tensor]]) -> list[np.ndarray]:
@@ -354,8 +375,9 @@ def check_extremes(subject: Subject) -> None:
                 _once(player, subject.seen(subject.row({i: torch.tensor(beyond).reshape(value.shape)})))
                 if any(h is not None for h in high) and not player.status & OUT_OF_RANGE:
                     raise BundleError(f"{target}: {key!r} beyond its high, and the status does not tell")
-        for s in subject.contract.recurrent or ():
-            poison = np.full(subject.live.inputs[keys.index(s.key)].shape, np.nan, np.float32)
+        ports = [subject.live.inputs[keys.index(s.key)] for s in subject.contract.recurrent or ()]
+        for s in (p for p in ports if p.dtype.is_floating_point):
+            poison = np.full(s.shape, np.nan, np.float32)
             player.reset({encode_key(s.key): poison})
             player.step(subject.seen(subject.row()))
             if not player.status & NON_FINITE_INPUT:

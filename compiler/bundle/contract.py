@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import UnionType
@@ -20,6 +21,8 @@ Bounds = tuple[float | None, ...]
 """A limit an entry; ``None`` where an entry has none."""
 Labels = tuple[str | None, ...] | str
 """One for all entries, or one an entry."""
+FIRST_STEP = "first step"
+"""The rule of a state that is true on an episode's first step and false afterwards: what training calls ``is_init``."""
 
 
 class _Typed:
@@ -64,8 +67,9 @@ class ObservationTerm(_Typed):
     """One input: its key, the order and names of its entries, and what was done to it before training saw it.
 
     ``scale``, then ``clip``: by the caller, before the call. ``low``, ``high``: an entry beyond them sets status bit 4;
-    ``bounds_from`` tells where they come from: ``"stated"`` by sensor or environment, or ``"recorded"`` data. A history
-    of ``history_length`` observations lies along the first dim of ``shape``.
+    ``bounds_from`` tells where they come from: ``"stated"`` by sensor or environment, or ``"recorded"`` data. A window
+    of ``history_length`` observations is the policy's own state, or, where it has none, the first dim of ``shape``.
+    ``history_reset_fill``: what fills it at first, ``"first observation"`` or ``"constant 0"``, any number.
     """
 
     key: Key
@@ -81,7 +85,7 @@ class ObservationTerm(_Typed):
     normalizer: Normalizer | None = None
     history_length: int | None = None
     history_order: Literal["oldest_first", "newest_first"] | None = None
-    history_reset_fill: Literal["first", "zeros"] | None = None
+    history_reset_fill: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,6 +95,13 @@ class ObservationTerm(_Typed):
         _check_clip(f"{what}: clip", self.clip)
         _check_least(f"{what}: shape", self.shape, 0)
         _check_least(f"{what}: history_length", self.history_length, 1)
+        fill = self.history_reset_fill
+        if (
+            fill is not None
+            and fill != "first observation"
+            and not re.fullmatch(r"constant -?\d+(\.\d+)?(e[+-]?\d+)?", fill)
+        ):
+            raise ContractError(f"{what}: history_reset_fill is {fill!r}; expected 'first observation' or 'constant 0'")
 
 
 @dataclass(frozen=True)
@@ -130,11 +141,15 @@ class ActionContract(_Typed):
 
 @dataclass(frozen=True)
 class RecurrentState(_Typed):
-    """A value carried from one step to the next: read at ``key``, written at ``next_key``; ``initial`` on reset."""
+    """A value carried from one step to the next: read at ``key``, written at ``next_key``; ``initial`` on reset.
+
+    initial: a number, or one for each entry. reset_rule: what the state is on an episode's first step, in words where
+    that is not ``initial``.
+    """
 
     key: Key
     next_key: Key
-    initial: float = 0.0
+    initial: float | Numbers = 0.0
     reset_rule: str | None = None
 
 
@@ -221,6 +236,9 @@ def check_against(contract: Contract, inputs: Mapping[Key, int], action_key: Key
                 )
         for term in contract.observations:
             _check_sizes(term, inputs[term.key])
+    for state in contract.recurrent or ():
+        if not isinstance(state.initial, (int, float)) and state.key in inputs:
+            _check_length(f"recurrent state {state.key!r}: initial", state.initial, inputs[state.key])
     if contract.action is not None:
         if contract.action.key != action_key:
             raise ContractError(f"the contract's action is {contract.action.key!r}, the bundle's {action_key!r}")
@@ -238,8 +256,6 @@ def _check_sizes(term: ObservationTerm, size: int) -> None:
             _check_length(f"{what}: normalizer.{name}", getattr(term.normalizer, name), size)
     if term.shape is not None and math.prod(term.shape) != size:
         raise ContractError(f"{what}: shape {list(term.shape)} has {math.prod(term.shape)} entries, the policy {size}")
-    if term.history_length is not None and size % term.history_length:
-        raise ContractError(f"{what}: {size} entries are no {term.history_length} observations of one size")
 
 
 def _fits(value: Any, hint: Any) -> bool:

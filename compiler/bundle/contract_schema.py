@@ -37,9 +37,10 @@ ABOUT: dict[str, dict[str, str]] = {
         "high": "Highest value of each entry, as the policy reads it, in its unit; null for an entry without.",
         "bounds_from": "Where low and high come from: 'stated' by sensor or environment, or 'recorded' data.",
         "normalizer": "How the observation is normalised.",
-        "history_length": "Observations in a window; it lies along the first dim.",
+        "history_length": "Observations in the window that the network sees: kept by the policy itself where it is among "
+        "the recurrent values, else the first dim of shape.",
         "history_order": "Which end of the window is the newest observation.",
-        "history_reset_fill": "What fills the window at the start of an episode: the 'first' observation, or 'zeros'.",
+        "history_reset_fill": "What fills it at the start of an episode: 'first observation', or 'constant NUMBER'.",
     },
     "Normalizer": {
         "": "y = clamp((x - mean) / std, -clip, clip).",
@@ -72,8 +73,9 @@ ABOUT: dict[str, dict[str, str]] = {
         "": "A value carried from one step to the next.",
         "key": "Input that reads it; the parts of a nested name are joined by '/'.",
         "next_key": "Output that writes it for the next step.",
-        "initial": "Its value at the start of an episode.",
-        "reset_rule": "When it starts anew.",
+        "initial": "Its value at the start of an episode: one number, or one an entry.",
+        "reset_rule": "What it is on an episode's first step, where that is not 'initial value': 'first step' for a flag "
+        "that is true then and false after, 'first input' for a value made of the first observation, or other words.",
     },
 }
 """What each field means, its unit among it; under ``""`` the whole."""

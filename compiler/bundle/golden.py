@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphrl.compiler.bundle.contract import RecurrentState
+from graphrl.compiler.bundle.contract import FIRST_STEP, RecurrentState
+from graphrl.compiler.bundle.state import start_like
 from graphrl.compiler.program import Program
 from graphrl.compiler.verify import float64_reference
 from graphrl.errors import BundleError
@@ -83,8 +84,8 @@ def make_golden(
 
     With ``recurrent`` values, also two episodes on end over those rows. Random rows have the mean and spread of the
     examples where there are several, and a spread of 1 and 3 otherwise; a recurrent value is the policy's own work, and
-    stays within -1 and 1 in both random and extreme rows. Inputs that are not floats take the examples' values;
-    ``is_init`` is true in some random rows, and in the sequence where an episode starts. No row whose reference is not
+    stays within -1 and 1 in both random and extreme rows. Inputs that are not floats take the examples' values; the
+    flag of an episode's first step is true in some random rows. No row whose reference is not
     finite is kept, and no extreme row on which float32 itself has lost the answer; raises :class:`BundleError` when
     none is left.
     """
@@ -92,12 +93,13 @@ def make_golden(
     generator = torch.Generator().manual_seed(20240229)
     rows = [("example", row) for row in examples]
     carried = [port.key in {s.key for s in recurrent} for port in program.inputs]
+    flags = {s.key for s in recurrent if s.reset_rule == FIRST_STEP}
     stacked = [torch.stack([row[i] for row in examples]) for i in range(len(program.inputs))]
     for n in range(RANDOM_ROWS):
         spread = 1.0 if n % 2 == 0 else 3.0
         like = examples[n % len(examples)]
         made = [_random(s, like[i], spread, generator, carried[i]) for i, s in enumerate(stacked)]
-        made = [torch.full_like(t, n % 4 == 0) if _is_start(p.key) else t
+        made = [torch.full_like(t, n % 4 == 0) if p.key in flags else t
                 for t, p in zip(made, program.inputs, strict=True)]  # fmt: skip
         rows.append(("random", tuple(made)))
     for value in EXTREMES:
@@ -108,14 +110,14 @@ def make_golden(
     kept: list[Any] = []
     for kind, inputs in rows:
         outputs = tuple(t.double() if t.is_floating_point() else t for t in float64_reference(program, list(inputs)))
-        if all(torch.isfinite(t).all() and (t.abs() < 1e37).all() for t in outputs):
+        if all(torch.isfinite(t).all() and (t.double().abs() < 1e37).all() for t in outputs):
             kept.append((kind, inputs, outputs))
     if not kept:
         raise BundleError("the policy's output is not finite for any golden input, the example among them")
     usual = [k for k in kept if k[0] != "extreme"] or kept
     scales = []
     for i in range(len(program.outputs)):
-        sizes = [float(outputs[i].abs().max()) if outputs[i].numel() else 0.0 for _, _, outputs in usual]
+        sizes = [float(outputs[i].double().abs().max()) if outputs[i].numel() else 0.0 for _, _, outputs in usual]
         scales.append(max(float(np.median(sizes)) if sizes else 0.0, 1e-6))
     kept = [k for k in kept if k[0] != "extreme" or _float32_holds(program, k[1], k[2], scales)]
     columns: list[Any] = list(zip(*kept, strict=True))
@@ -139,20 +141,14 @@ def _rollout(program: Program, rows: Sequence[tuple[Tensor, ...]], recurrent: Se
     for t in range(EPISODES * STEPS):
         given = dict(zip(program.in_keys, rows[t % len(rows)], strict=True))
         resets.append(t % STEPS == 0)
-        given = {key: torch.full_like(v, resets[-1]) if _is_start(key) else v for key, v in given.items()}
         if resets[-1]:
-            state = {key: torch.full_like(given[key], s.initial) for key, s in carried.items()}
+            state = {key: start_like(given[key], s.initial) for key, s in carried.items()}
         found = float64_reference(program, [state.get(key, value) for key, value in given.items()])
         named = dict(zip(program.out_keys, found, strict=True))
         state = {key: named[s.next_key] for key, s in carried.items()}
         inputs.append({key: value for key, value in given.items() if key not in carried})
         outputs.append({key: value for key, value in named.items() if key not in written})
     return Rollout(tuple(resets), tuple(inputs), tuple(outputs))
-
-
-def _is_start(key: Key) -> bool:
-    """Whether an input is the mark of an episode's first step, by the name that recurrent nodes read."""
-    return (key if isinstance(key, str) else key[-1]) == "is_init"
 
 
 def _random(stacked: Tensor, like: Tensor, spread: float, generator: torch.Generator, carried: bool) -> Tensor:

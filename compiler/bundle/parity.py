@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from graphrl.compiler.bundle.runtime import start_of
+
 __all__ = ["Carried", "Parity", "Player", "Row", "Run", "measure"]
 
 Row = list[np.ndarray]
@@ -57,9 +59,7 @@ class Carried:
     def reset(self) -> None:
         """Recurrent values as the contract puts them."""
         ports = {p["key"]: p for p in self.inputs}
-        self._state = {
-            s["key"]: np.full(ports[s["key"]]["shape"], s["initial"], ports[s["key"]]["dtype"]) for s in self.recurrent
-        }
+        self._state = {s["key"]: start_of(s["initial"], ports[s["key"]]) for s in self.recurrent}
 
     def step(self, observation: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """All outputs by key."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from graphrl.compiler.bundle.c_policy import CPolicy, find_compiler
 from graphrl.compiler.bundle.parity import Player, Row, Run
-from graphrl.compiler.bundle.runtime import Policy
+from graphrl.compiler.bundle.runtime import Policy, first_step_flags
 from graphrl.errors import BundleError
 
 __all__ = ["RUNNERS", "CPlayer", "run_c_row", "why_not_here"]
@@ -50,7 +50,8 @@ class CPlayer:
     def reset(self, state: Mapping[str, np.ndarray] | None = None) -> None:
         """Start an episode: recurrent values as the contract puts them, or as given in ``state``."""
         self._policy.reset()
-        for key, value in (state or {}).items():
+        given: dict[str, Any] = dict.fromkeys(first_step_flags(self._policy.manifest["contract"]), 0) if state else {}
+        for key, value in {**given, **(state or {})}.items():
             self._policy.state_arrays()[self._state_names[key]][...] = np.asarray(value).reshape(-1)
 
     def step(self, observation: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:

@@ -810,6 +810,7 @@ class Policy:
         self.status = 0
         self._carry = {s["key"]: s["next_key"] for s in self.contract["recurrent"] or ()}
         self._initial = {s["key"]: s["initial"] for s in self.contract["recurrent"] or ()}
+        self._flags = first_step_flags(self.contract)
         self._ports = {p["key"]: p for p in graph.inputs}
         self._terms = {t["key"]: t for t in self.contract["observations"] or ()}
         self.observations = [key for key in self._ports if key not in self._carry]
@@ -837,10 +838,14 @@ class Policy:
         return {key: value.copy() for key, value in self._state.items()}
 
     def reset(self, state: Mapping[str, Any] | None = None) -> None:
-        """Start an episode: recurrent values as the contract puts them, or as given in ``state``."""
+        """Start an episode: recurrent values as the contract puts them, or as given in ``state``.
+
+        With ``state`` the next step goes on from it: it is no first step, on which the policy would begin by itself.
+        """
         self._check_names(state or {}, list(self._carry), [], "state")
-        self._state = {key: np.full(self._ports[key]["shape"], value, self._ports[key]["dtype"])
-                       for key, value in self._initial.items()}  # fmt: skip
+        self._state = {key: start_of(value, self._ports[key]) for key, value in self._initial.items()}
+        if state:
+            self._state.update({key: np.zeros_like(self._state[key]) for key in self._flags})
         self._state.update({key: self._take(key, value) for key, value in (state or {}).items()})
 
     def step(self, observation: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -937,6 +942,17 @@ class Policy:
                     limit = np.array([math.nan if v is None else v for v in term[bound]], x.dtype)
                     status |= OUT_OF_RANGE if (sign * x < sign * limit).any() else 0
         return status
+
+
+def start_of(initial: Any, port: Mapping[str, Any]) -> np.ndarray:
+    """A state as an episode starts with it: one number for all entries, or each of them."""
+    value = np.asarray(initial, port["dtype"])
+    return np.broadcast_to(value.reshape(port["shape"]) if value.ndim else value, port["shape"]).copy()
+
+
+def first_step_flags(contract: Mapping[str, Any]) -> list[str]:
+    """The states that are true on an episode's first step alone."""
+    return [s["key"] for s in contract["recurrent"] or () if s["reset_rule"] == "first step"]
 
 
 def _row(value: np.ndarray) -> np.ndarray:

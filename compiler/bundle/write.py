@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from graphrl.compiler.bundle.load import SCHEMA_VERSION, Bundle, load
 from graphrl.compiler.bundle.names import check_prefix
 from graphrl.compiler.bundle.parity import measure
 from graphrl.compiler.bundle.runners import RUNNERS, why_not_here
+from graphrl.compiler.bundle.state import acting_graph
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Program
 from graphrl.compiler.trace import as_example, trace
@@ -68,7 +69,7 @@ def export(
 ) -> Bundle:
     """Write ``policy`` as a bundle for a robot: C99, ONNX, numpy runtime, weights, contract, golden vectors, parity.
 
-    The graph is cut down to ``action_key`` (and the contract's recurrent values) and traced in evaluation mode, acting
+    The graph is cut down to ``action_key`` and its state, which its nodes tell, and traced in evaluation mode, acting
     deterministically, for one observation. The policy itself, its flags, buffers and random state, stays as it was.
     example: a batch of observations; its first row fixes the shapes, up to 16 rows become golden vectors.
     contract: what the robot must know; checked against the policy. Without one, all its fields are null.
@@ -86,8 +87,8 @@ def export(
     check_waivers(waive)
     target = Path(path)
     contract = contract or Contract()
-    graph = _acting_graph(policy, normalize_key(action_key), contract)
-    rows = _rows(example, graph)
+    graph, contract, starts = acting_graph(policy, normalize_key(action_key), contract)
+    rows = _rows(example, graph, starts)
     before = fingerprint(graph)
     with _acting(policy, graph):
         live = run_passes(trace(graph, rows[0]))
@@ -126,28 +127,14 @@ def _check_targets(targets: Sequence[str]) -> list[str]:
     return [t for t in ALL_TARGETS if t in targets]
 
 
-def _acting_graph(policy: TensorDictModuleBase, action: Key, contract: Contract) -> KeyedGraph:
-    graph = policy if isinstance(policy, KeyedGraph) else KeyedGraph(policy)
-    wanted = [action, *(s.next_key for s in contract.recurrent or ())]
-    known = normalize_keys(list(graph.out_keys))
-    for key in wanted:
-        if key not in known:
-            raise BundleError(f"the policy does not write {key!r}; it writes {known}.{did_you_mean(key, known)}")
-    graph = graph.select(out_keys=wanted)
-    carried = {normalize_key(s.key) for s in contract.recurrent or ()}
-    for key in normalize_keys(list(graph.in_keys)):
-        following = ("next", *(key if isinstance(key, tuple) else (key,)))
-        if following in known and key not in carried:
-            raise BundleError(
-                f"the policy reads {key!r} and writes its next value {following!r}, which this bundle would lose: "
-                "declare it in Contract(recurrent=...)"
-            )
-    return graph
-
-
-def _rows(example: Any, graph: KeyedGraph) -> list[TensorDictBase]:
-    """The example as rows of batch size [1] (or one row without batch dims)."""
+def _rows(example: Any, graph: KeyedGraph, starts: Mapping[Key, Tensor]) -> list[TensorDictBase]:
+    """The example as rows of batch size [1] (or one row without batch dims); state that it lacks is that of a start."""
     td = as_example(example)
+    lacking = [key for key in starts if td.get(key, None) is None]
+    if lacking:
+        td = td.copy()
+        for key in lacking:
+            td.set(key, starts[key][0].expand(*td.batch_size, *starts[key].shape[1:]))
     missing = [key for key in normalize_keys(list(graph.in_keys)) if td.get(key, None) is None]
     if missing:
         present = list(td.keys(True, True))

@@ -13,14 +13,14 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import Tensor, nn
 
-from graphrl.compiler.bundle import ActionContract, Contract, Normalizer, ObservationTerm, RecurrentState
+from graphrl.compiler.bundle import ActionContract, Contract, Normalizer, ObservationTerm
 from graphrl.compiler.bundle.tail import tail_steps
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.trace import trace
 from graphrl.envs.base import EnvBase
 from graphrl.envs.mujoco import actuator_fields, has_quaternion, observation_fields
 from graphrl.graph import KeyedGraph
-from graphrl.keys import Key, normalize_keys
+from graphrl.keys import Key, next_key, normalize_keys
 from graphrl.models import RunningNorm
 from graphrl.specs import Bounded, Categorical
 
@@ -39,8 +39,9 @@ def contract_from_env(env: EnvBase, policy: nn.Module, action_key: Key = "action
     From the specs: keys, shapes, finite bounds. From the simulator (MuJoCo): names and units of entries, joints, pose,
     gains, rate, decimation; an environment of one's own may have ``entry_names``, {key: names}, the action's among
     them. From wrappers: a stack of frames, a ``NormalizeObservation``. From the policy: the statistics of its
-    ``RunningNorm``, what it carries from step to step (``h`` and ``("next", "h")``), and which of squash, scale and
-    clip it performs. Behind a wrapper that this does not know, entries have no names, and no rate is told.
+    ``RunningNorm``, and which of squash, scale and clip it performs (not of one with a state: its first step is no
+    plain function). Its state is told by its own nodes, at export. Behind a wrapper that this does not know, entries
+    have no names, and no rate is told.
     """
     raw = getattr(env, "envs", [None])[0]
     inner = None if raw is None else raw.unwrapped
@@ -48,19 +49,16 @@ def contract_from_env(env: EnvBase, policy: nn.Module, action_key: Key = "action
     unknown = [type(layer).__name__ for layer in layers if type(layer).__name__ not in SAME_ENTRIES]
     plain = inner is not None and not unknown
     terms, start = [], 0
-    carried = _carried(policy)
-    keys = [key for key in normalize_keys(list(policy.in_keys)) if key not in {s.key for s in carried}]  # type: ignore[arg-type]
-    known = [key for key in keys if key in env.observation_spec.keys(True, True)]
+    written = normalize_keys(list(policy.out_keys))  # type: ignore[arg-type]
+    read = [key for key in normalize_keys(list(policy.in_keys)) if next_key(key) not in written]  # type: ignore[arg-type]
+    keys = [key for key in read if key in env.observation_spec.keys(True, True)]
     for key in keys:
-        if key not in known:
-            terms.append(ObservationTerm(key))
-            continue
         term = _bounded(key, env.observation_spec[key])
         size = math.prod(term.shape or ())
         term = replace(term, **(_entries(inner, key, size) if plain else _stacked(layers)))
         terms.append(replace(term, normalizer=_normalizer(policy, layers, key, start, start + size)))
         start += size
-    action, note = _action(env, inner, policy, known == keys, action_key)
+    action, note = _action(env, inner, policy, len(keys) == len(list(policy.in_keys)), action_key)
     notes = [f"trained on {getattr(env, 'name', type(env).__name__)}", *note]
     notes += [f"wrapped in {', '.join(unknown)}"] if unknown else []
     model = getattr(inner, "model", None)
@@ -69,7 +67,6 @@ def contract_from_env(env: EnvBase, policy: nn.Module, action_key: Key = "action
         **_clock(env, inner, layers),
         observations=tuple(terms),
         action=action,
-        recurrent=carried or None,
         quaternion_order="wxyz" if moving and has_quaternion(model) else None,
         notes="; ".join(notes),
     )
@@ -125,7 +122,7 @@ def _entries(inner: Any, key: Key, size: int) -> dict[str, Any]:
 def _stacked(layers: Sequence[Any]) -> dict[str, Any]:
     for layer in layers:
         if type(layer).__name__ == "FrameStackObservation":
-            fill = {"reset": "first", "zero": "zeros"}.get(layer.padding_type)
+            fill = {"reset": "first observation", "zero": "constant 0"}.get(layer.padding_type)
             return {"history_length": int(layer.stack_size), "history_order": "oldest_first",
                     "history_reset_fill": fill}  # fmt: skip
     return {}
@@ -155,13 +152,6 @@ def _normalizer(policy: nn.Module, layers: Sequence[Any], key: Key, start: int, 
         std = np.sqrt(var + outer.epsilon)
         return Normalizer("outside", tuple(mean.tolist()), tuple(std.tolist()), float(outer.epsilon))
     return Normalizer("none")
-
-
-def _carried(policy: nn.Module) -> tuple[RecurrentState, ...]:
-    written = normalize_keys(list(policy.out_keys))  # type: ignore[arg-type]
-    read = normalize_keys(list(policy.in_keys))  # type: ignore[arg-type]
-    pairs = [(key, ("next", *(key if isinstance(key, tuple) else (key,)))) for key in read]
-    return tuple(RecurrentState(key, following) for key, following in pairs if following in written)
 
 
 def _action(env: EnvBase, inner: Any, policy: nn.Module, complete: bool, key: Key) -> tuple[ActionContract, list[str]]:

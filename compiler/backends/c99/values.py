@@ -141,7 +141,7 @@ class View:
             for d, (n, s) in enumerate(zip(self.shape, self.strides, strict=True)):
                 index = index + (torch.arange(n) * s).view([-1 if i == d else 1 for i in range(len(self.shape))])
             return flat[index]
-        return flat.as_strided(self.shape, self.strides, self.offset).contiguous()
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.offset).contiguous()
 
 
 def _mergeable(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:

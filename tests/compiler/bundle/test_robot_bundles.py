@@ -10,7 +10,7 @@ import torch
 from robot_policies import POLICIES, make_policy
 
 import graphrl as grl
-from graphrl.compiler.bundle import Bundle, Contract, CPolicy, RecurrentState
+from graphrl.compiler.bundle import Bundle, Contract, CPolicy
 from graphrl.compiler.bundle.c_policy import find_compiler
 
 onnx = pytest.importorskip("onnx")
@@ -22,8 +22,7 @@ TARGETS = ("c99", "onnx", "numpy")
 
 def exported(name: str, shrink: int, folder: Path) -> Bundle:
     policy = make_policy(name, shrink)
-    recurrent = tuple(RecurrentState(key, following) for key, following in policy.state)
-    contract = Contract(rate_hz=policy.rate_hz, recurrent=recurrent or None)
+    contract = Contract(rate_hz=policy.rate_hz)
     return grl.export(policy.graph, folder / name, torch.cat([*policy.episode(4)]), targets=TARGETS, contract=contract)
 
 
