@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from graphrl.compiler.bundle.c_bench import measure_c
 from graphrl.compiler.bundle.contract import (
@@ -23,9 +23,11 @@ from graphrl.compiler.bundle.contract import (
     RecurrentState,
     check_against,
 )
+from graphrl.compiler.bundle.front import holds, subtracted
 from graphrl.compiler.bundle.golden import Golden
 from graphrl.compiler.bundle.names import c_names
 from graphrl.compiler.bundle.parity import Carried, Parity, Player, Run
+from graphrl.compiler.bundle.recorded import Recording
 from graphrl.compiler.bundle.runners import CPlayer
 from graphrl.compiler.bundle.runtime import NON_FINITE_INPUT, NON_FINITE_OUTPUT, OUT_OF_RANGE, Policy
 from graphrl.compiler.bundle.state import start_like
@@ -63,6 +65,8 @@ class Subject:
     manifest: dict[str, Any] = field(default_factory=dict)
     runs: dict[str, tuple[Run, Player | None]] = field(default_factory=dict)
     parity: dict[str, Parity] = field(default_factory=dict)
+    recorded: Recording | None = None
+    closed_loop: dict[str, Any] | None = None
 
     @property
     def initial(self) -> dict[Key, Any]:
@@ -121,7 +125,7 @@ def check_normalizer(subject: Subject) -> None:
         if norm is None:
             raise ContractError(f"nothing is said of how {name!r} is normalised: give its ObservationTerm a "
                                 "Normalizer, Normalizer('none') where there is none")  # fmt: skip
-        found = _subtracted(subject.live, i, fixed)
+        found = subtracted(subject.live, i, fixed)
         if norm.where != "inside" and found:
             raise ContractError(f"the contract says that {name!r} is normalised {norm.where!r}, and the program "
                                 f"normalises it by {found!r}: twice on the robot?")  # fmt: skip
@@ -129,7 +133,7 @@ def check_normalizer(subject: Subject) -> None:
             if norm.mean is None or norm.std is None:
                 raise ContractError(f"the normaliser of {name!r} is inside, but its mean and std are not stated")
             for what, numbers in (("mean", [norm.mean]), ("std", [norm.std, 1 / np.array(norm.std)])):
-                if not any(_holds(value, np.array(n)) for value in fixed.values() for n in numbers):
+                if not any(holds(value, np.array(n)) for value in fixed.values() for n in numbers):
                     raise ContractError(f"the normaliser of {name!r} is stated as inside, but the program has no such "
                                         f"{what}: missing, or of another training")  # fmt: skip
         _check_shift(subject, i, term)
@@ -139,8 +143,10 @@ def _check_shift(subject: Subject, i: int, term: ObservationTerm) -> None:
     """One standard deviation more must change the action in an example row: a saturated network sees nothing."""
     norm, position = term.normalizer, list(subject.live.out_keys).index(subject.action)
     kinds = subject.golden.kinds  # extreme and random rows may leave the range that the sensors have
-    rows = [at for at, kind in enumerate(kinds) if kind == "example"] or [0]
-    bases, spread = [subject.golden.inputs[at][i] for at in rows], torch.ones(())
+    rows = [at for at, kind in enumerate(kinds) if kind in ("example", "recorded")] or [0]
+    seen = None if subject.recorded is None else subject.recorded.spread(term.key)
+    bases = [subject.golden.inputs[at][i] for at in rows]
+    spread = torch.ones(()) if seen is None else seen.reshape(bases[0].shape)
     if norm is not None and norm.where == "inside" and norm.mean is not None and norm.std is not None:
         bases = [torch.tensor(norm.mean).reshape(bases[0].shape)] * len(bases)
         spread = torch.tensor(norm.std).reshape(bases[0].shape)
@@ -471,30 +477,3 @@ def fingerprint(policy: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _subtracted(program: Program, i: int, constants: Mapping[fx.Node, Tensor]) -> str | None:
-    """The weight or buffer that is subtracted from an input before another divides it, if there is one."""
-    aten = torch.ops.aten
-    passed = ("view", "_to_copy", "cat", "clamp", "unsqueeze", "squeeze", "slice", "reshape", "permute")
-    front, seen = [[n for n in program.graph_module.graph.nodes if n.op == "placeholder"][i]], set()
-    while front:
-        node = front.pop()
-        for user in (u for u in node.users if u not in seen):
-            seen.add(user)
-            if user.target is aten.sub.Tensor and user.args[1] in constants:
-                for after in user.users:
-                    if after.target in (aten.div.Tensor, aten.mul.Tensor) and after.args[1] in constants:
-                        return str(user.args[1])
-            if str(user.target).removeprefix("aten.").split(".")[0] in passed:
-                front.append(user)
-    return None
-
-
-def _holds(value: Tensor, numbers: np.ndarray) -> bool:
-    """Whether ``numbers`` stand in a tensor, one after another."""
-    flat, n = value.double().cpu().reshape(-1).numpy(), numbers.size
-    if not value.is_floating_point() or not 0 < n <= flat.size or flat.size > 1_000_000:
-        return False
-    starts = np.flatnonzero(np.isclose(flat[: flat.size - n + 1], numbers[0], rtol=1e-4, atol=1e-7))
-    return any(np.allclose(flat[s : s + n], numbers, rtol=1e-4, atol=1e-7) for s in starts)

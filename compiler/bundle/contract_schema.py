@@ -37,8 +37,8 @@ ABOUT: dict[str, dict[str, str]] = {
         "high": "Highest value of each entry, as the policy reads it, in its unit; null for an entry without.",
         "bounds_from": "Where low and high come from: 'stated' by sensor or environment, or 'recorded' data.",
         "normalizer": "How the observation is normalised.",
-        "history_length": "Observations in the window that the network sees: kept by the policy itself where it is among "
-        "the recurrent values, else the first dim of shape.",
+        "history_length": "Observations in the window that the network sees: the policy's own where it is a recurrent "
+        "value, else the first dim of shape.",
         "history_order": "Which end of the window is the newest observation.",
         "history_reset_fill": "What fills it at the start of an episode: 'first observation', or 'constant NUMBER'.",
     },
@@ -74,8 +74,8 @@ ABOUT: dict[str, dict[str, str]] = {
         "key": "Input that reads it; the parts of a nested name are joined by '/'.",
         "next_key": "Output that writes it for the next step.",
         "initial": "Its value at the start of an episode: one number, or one an entry.",
-        "reset_rule": "What it is on an episode's first step, where that is not 'initial value': 'first step' for a flag "
-        "that is true then and false after, 'first input' for a value made of the first observation, or other words.",
+        "reset_rule": "What it is on an episode's first step: 'initial value'; 'first step', a flag that is true then "
+        "and false after; 'first input', made of the first observation; or other words.",
     },
 }
 """What each field means, its unit among it; under ``""`` the whole."""

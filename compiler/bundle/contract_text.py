@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["contract_text", "entry_names"]
+__all__ = ["closed_loop_text", "contract_text", "entry_names"]
 
 
 def contract_text(manifest: Mapping[str, Any]) -> str:
@@ -151,10 +151,24 @@ def _accuracy(manifest: Mapping[str, Any]) -> str:
     rows = [(n, *("" if parity[c][n] is None else f"{parity[c][n]:.1e}" for c in columns)) for n in names]
     scale = ", ".join(f"`{k}` {v:.3g}" for k, v in parity["scale"].items())
     steps = f", and on a sequence of {parity['sequence_steps']} steps" if parity["sequence_steps"] else ""
-    return (
+    told = (
         f"Largest errors against float64 on {parity['rows']} golden rows{steps}; relative to the output's usual size "
-        f"({scale}). Allowed: {parity['tolerance']!r} relative.\n\n"
-    ) + _table(("runtime", "relative", "absolute", "relative, sequence"), rows)
+        f"({scale}). Allowed: {parity['tolerance']!r} relative."
+    )
+    loop = parity.get("closed_loop")
+    parts = [told, _table(("runtime", "relative", "absolute", "relative, sequence"), rows)]
+    return "\n\n".join(parts + ([f"In its environment: {closed_loop_text(loop)}."] if loop else []))
+
+
+def closed_loop_text(loop: Mapping[str, Any]) -> str:
+    """Returns of a bundle and of the eager policy in the environment, and the largest error of an action, as a line."""
+    returns = ", ".join(f"{name} {r['mean']:.2f} +- {r['std']:.2f}" for name, r in loop["return"].items())
+    if loop["runtime"] is None:
+        return f"return {returns}; no runtime of the bundle works here"
+    return (
+        f"return {returns} over {loop['episodes']} episodes; largest error of an action "
+        f"{loop['max_relative_error']:.1e} of its usual size, on {loop['judged_steps']} of {loop['steps']} steps"
+    )
 
 
 def _calls(manifest: Mapping[str, Any]) -> list[str]:

@@ -28,6 +28,8 @@ from graphrl.compiler.bundle.checks import (
     fingerprint,
     run_checks,
 )
+from graphrl.compiler.bundle.closed_loop import Drive, play
+from graphrl.compiler.bundle.closed_loop import closed_loop as run_closed_loop
 from graphrl.compiler.bundle.contract import Contract
 from graphrl.compiler.bundle.contract_text import contract_text
 from graphrl.compiler.bundle.files import dump_json, dump_npz, hash_files, sealed, sha256, whole_folder
@@ -35,7 +37,8 @@ from graphrl.compiler.bundle.golden import make_golden
 from graphrl.compiler.bundle.graph_json import program_to_json
 from graphrl.compiler.bundle.load import SCHEMA_VERSION, Bundle, load
 from graphrl.compiler.bundle.names import check_prefix
-from graphrl.compiler.bundle.parity import measure
+from graphrl.compiler.bundle.parity import Carried, measure
+from graphrl.compiler.bundle.recorded import read_recording, with_ranges
 from graphrl.compiler.bundle.runners import RUNNERS, why_not_here
 from graphrl.compiler.bundle.state import acting_graph
 from graphrl.compiler.passes.pipeline import run_passes
@@ -66,6 +69,8 @@ def export(
     action_key: Key = "action",
     waive: Sequence[str] = (),
     overwrite: bool = False,
+    data: Any = None,
+    closed_loop: Drive | None = None,
 ) -> Bundle:
     """Write ``policy`` as a bundle for a robot: C99, ONNX, numpy runtime, weights, contract, golden vectors, parity.
 
@@ -75,8 +80,10 @@ def export(
     contract: what the robot must know; checked against the policy. Without one, all its fields are null.
     prefix: start of the C names. waive: names of checks (``checks.CHECKS``) whose failure the manifest records instead
     of stopping. The bundle, a folder or one file ``.zip``, appears whole or not at all; ``overwrite`` replaces one only
-    once the new one is verified. The same policy, example and contract give the same bytes (``pt2`` apart: torch
-    numbers each package anew).
+    once the new one is verified. data: recorded observations, by key [T, ...] or as a TensorDict [episodes, T]: golden
+    rows and sequence, the size of a standard deviation, and bounds of declared observations without any. closed_loop:
+    runs episodes with a player and gives their returns (``graphrl.envs.closed_loop``); what the policy sees there is
+    the data where none are given. The same input gives the same bytes (``pt2`` apart: torch numbers each package anew).
 
     Raises :class:`BundleError` with the reason: a missing action, weights that are not finite, sampling or a buffer
     that changes, an operation without C, ONNX or numpy form, parity beyond 1e-5 of the action's scale, an unwritable
@@ -97,19 +104,29 @@ def export(
         if wide and "c99" in targets:
             raise BundleError(f"{wide[0].key!r} is float64 in the example, and generated C takes float32: convert it")
         inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
-        golden = make_golden(live, inputs, contract.recurrent or ())
         ports = {"contract": contract.as_dict(), **program_to_json(live)}
         run = _eager(graph, rows[0], live)
+        reads = [p.key for p in live.inputs if p.key not in {s.key for s in contract.recurrent or ()}]
+        returns: list[float] = []
+        if closed_loop is not None:
+            asked = [p for p in ports["inputs"] if p["key"] in map(encode_key, reads)]
+            seat, returns = play(closed_loop, Carried(ports, run), asked, typed=False)
+            data = seat.recording() if data is None else data
+        recorded = None if data is None else read_recording(data, reads)
+        contract = contract if recorded is None else with_ranges(contract, recorded)
+        golden = make_golden(live, inputs, contract.recurrent or (), recorded)
         eager = measure(golden.arrays(live), ports, run)
         subject = Subject(
             contract, normalize_key(action_key), graph, before, live, golden, run, TOLERANCE, targets,
-            parity={"eager": eager},
+            parity={"eager": eager}, recorded=recorded,
         )  # fmt: skip
         run_checks(subject, PROGRAM_CHECKS, waive)
     deployed = run_passes(live, deploy=True)
     with whole_folder(target, overwrite=overwrite) as folder:
         _write(folder, subject, deployed, prefix)
         run_checks(subject, RUNTIME_CHECKS, waive)
+        if closed_loop is not None:
+            subject.closed_loop = run_closed_loop(subject, closed_loop, returns)
         _finish(subject)
         run_checks(subject, FILE_CHECKS, waive)
     return load(target)
@@ -257,6 +274,7 @@ def _finish(subject: Subject) -> None:
         "max_relative_error": {name: p.relative for name, p in parity.items()},
         "max_absolute_error": {name: p.absolute for name, p in parity.items()},
         "sequence_relative_error": {name: p.sequence for name, p in parity.items()},
+        "closed_loop": subject.closed_loop,
     }
     report = {"contract_hash": manifest["contract_hash"], "reference": "eager in float64", **summary}
     manifest["reports"] = {"parity": summary}

@@ -7,6 +7,7 @@ An environment library is imported only when an environment is made.
 from graphrl.envs.base import EnvBase
 from graphrl.envs.buffers import StepBuffers
 from graphrl.envs.check import check_env_specs
+from graphrl.envs.closed_loop import closed_loop
 from graphrl.envs.contract import contract_from_env
 from graphrl.envs.evaluate import EpisodeStats, evaluate
 from graphrl.envs.gym import GymEnv
@@ -18,6 +19,7 @@ __all__ = [
     "GymEnv",
     "StepBuffers",
     "check_env_specs",
+    "closed_loop",
     "contract_from_env",
     "evaluate",
     "step_mdp",
