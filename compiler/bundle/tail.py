@@ -63,7 +63,7 @@ def tail_steps(program: Program, action: Key) -> dict[str, Any]:
     after, inside = nodes[at + 1 :], []
     stated: dict[str, Any] = {"squash": "none"}
     if at >= 0:
-        stated["squash"] = SQUASHES[nodes[at].target]
+        stated["squash"] = SQUASHES[nodes[at].target]  # type: ignore[index]
         inside.append("squash")
         at_zero, at_half = (_evaluate(program, nodes[at], after, value) for value in (0.0, 0.5))
         for name, numbers, idle in (("scale", 2 * (at_half - at_zero), 1.0), ("offset", at_zero, 0.0)):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphrl.envs.base import EnvBase
 from graphrl.envs.buffers import StepBuffers
-from graphrl.envs.policy import keyed_policy
+from graphrl.envs.policy import keyed_policy, state_specs
 from graphrl.errors import SpecError
 from graphrl.specs import Composite
 
@@ -28,9 +28,10 @@ class Driver:
 
     policy: an object with ``in_keys``, ``out_keys`` and ``call(*tensors) -> tuple`` (and, faster still,
     ``call_into`` or ``bind_rows``, which write into given rows); a TensorDict module; a function of a TensorDict; or
-    None for random actions. device: where the policy lives; rows are copied there and back. primers: ``{key: Spec}``
-    of recurrent entries, ``[num_envs, ...]``: zero when an episode starts, then what the policy wrote to
-    ``("next", key)``. A policy that reads ``is_init`` gets it: bool ``[num_envs, 1]``, true on first steps.
+    None for random actions. device: where the policy lives; rows are copied there and back. A recurrent entry is zero
+    when an episode starts, then what the policy wrote to ``("next", key)``; its nodes tell which there are, and
+    primers: ``{key: Spec}``, ``[num_envs, ...]``, those that no node tells. A policy that reads ``is_init`` gets it:
+    bool ``[num_envs, 1]``, true on first steps, and until it acts where random actions went before.
     Raises :class:`KeyMissingError` or :class:`SpecError` where the two do not fit.
     """
 
@@ -46,6 +47,8 @@ class Driver:
         self.device = torch.device("cpu" if device is None else device)
         self._action_spec = env.action_spec.to("cpu")
         self._state: list[Key] = []
+        self._drawn = 0  # first rows of the batch in which the policy does not act, and so carries nothing on
+        primers = {**state_specs(policy, env.num_envs), **(primers or {})}
         state_spec = Composite(primers, env.batch_size) if primers else None
         if state_spec is not None:
             self._state = list(state_spec.keys(True, True))
@@ -88,6 +91,7 @@ class Driver:
 
     def draw(self, steps: int) -> None:
         """Draw the actions of the first ``steps`` rows at random, at once; those rows need no ``act``."""
+        self._drawn = steps
         if steps:
             self.buffers.action[:steps].copy_(self._action_spec.rand((steps,)))
             for rows in self.buffers.extra.values():  # a recurrent state stays zero while the policy does not run
@@ -183,7 +187,7 @@ class Driver:
             step_env(t)
             done = buffers.terminated[t] | buffers.truncated[t]
             if self._tracks_init:
-                buffers.root["is_init"][t + 1] = done
+                buffers.root["is_init"][t + 1] = done | (t < self._drawn)
             for key in state:
                 written = buffers.extra.get(("next", *((key,) if isinstance(key, str) else key)))
                 row = buffers.root[key][t + 1]
