@@ -124,7 +124,8 @@ def _recorded(
     data: Any, drive: Drive | None, run: Run, live: Program, contract: Contract
 ) -> tuple[Recording | None, list[float]]:
     """What was recorded, or else what the eager policy sees in its environment; and its returns there."""
-    ports, returns = {"contract": contract.as_dict(), **program_to_json(live)}, []
+    ports: dict[str, Any] = {"contract": contract.as_dict(), **program_to_json(live)}
+    returns: list[float] = []
     carried = {s.key for s in contract.recurrent or ()}
     if drive is not None:
         asked = [given for given, p in zip(ports["inputs"], live.inputs, strict=True) if p.key not in carried]
