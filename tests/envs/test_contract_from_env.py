@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,7 +130,6 @@ def test_an_environment_s_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
         norm = RunningNorm(12)
         norm.mean.copy_(torch.arange(12))
         contract = contract_from_env(env, GaussianActor(12, 4, in_keys=list(keys), normalizer=norm))
-    sys.modules.pop("arm", None)
     terms, action = contract.observations or (), contract.action
     assert [t.key for t in terms] == keys and {t.names for t in terms} == {("waist", "shoulder", "elbow", "wrist")}
     assert [t.normalizer and t.normalizer.mean for t in terms] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
