@@ -15,7 +15,7 @@ from torch import nn
 from graphrl.compiler.bundle import Contract
 from graphrl.envs import GymEnv, contract_from_env
 from graphrl.graph import KeyedGraph
-from graphrl.models import CategoricalActor, GaussianActor, RunningNorm, TanhGaussianActor
+from graphrl.models import CategoricalActor, GaussianActor, ObservationHistory, RunningNorm, TanhGaussianActor
 
 pytest.importorskip("mujoco", reason="needs mujoco")
 ROBOT = Path(__file__).parents[2] / "examples" / "robot"
@@ -156,6 +156,17 @@ def test_steps_that_the_policy_performs() -> None:
     clipped = KeyedGraph((nn.Sequential(nn.Linear(3, 1), nn.Hardtanh(-2, 2)), ["observation"], ["action"]))
     action = told("Pendulum-v1", clipped).action
     assert action is not None and (action.squash, action.inside, action.clip) == ("none", ("clip",), (-2.0, 2.0))
+
+
+def test_a_policy_with_a_state_is_looked_at_too() -> None:
+    net = nn.Sequential(nn.Linear(12, 1), nn.Hardtanh(-2, 2))
+    graph = KeyedGraph(ObservationHistory(3, 4), (net, ["history"], ["action"]))
+    contract = told("Pendulum-v1", graph)
+    assert [t.key for t in contract.observations or ()] == ["observation"]
+    assert contract.action is not None and contract.action.inside == ("clip",)
+    cell = KeyedGraph((nn.GRUCell(3, 8), ["observation", "h"], [("next", "h")]), (net[1], [("next", "h")], ["action"]))
+    contract = told("Pendulum-v1", cell)  # nobody knows how large h is, nor where it starts
+    assert contract.action is not None and contract.action.inside is None and "action.inside" in str(contract.notes)
 
 
 def test_normalisers_inside_and_around() -> None:
