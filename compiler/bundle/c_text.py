@@ -250,7 +250,9 @@ def _ranges(inputs: Sequence[Member], contract: Contract, up: str) -> tuple[list
         for bound, sign in (("low", "<"), ("high", ">")):
             values = getattr(term, bound)
             if values is not None:
-                tables.append(f"static const float {bound}_{m.name}[{m.size}] = {{{', '.join(map(_f32, values))}}};\n")
+                most = float(np.finfo(np.float32).max) * (-1.0 if bound == "low" else 1.0)  # for an entry without
+                numbers = ", ".join(_f32(most if v is None else v) for v in values)
+                tables.append(f"static const float {bound}_{m.name}[{m.size}] = {{{numbers}}};\n")
                 lines.append(f"for (int i = 0; i < {m.size}; ++i) {{ if (obs->{m.name}[i] {sign} {bound}_{m.name}[i]) "
                              f"{{ status |= {up}_STATUS_OUT_OF_RANGE; }} }}")  # fmt: skip
     return lines, tables

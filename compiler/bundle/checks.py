@@ -12,18 +12,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from graphrl.compiler.bundle.c_bench import measure_c
 from graphrl.compiler.bundle.contract import ActionContract, Contract, ObservationTerm, check_against
+from graphrl.compiler.bundle.front import holds, subtracted
 from graphrl.compiler.bundle.golden import Golden
 from graphrl.compiler.bundle.names import c_names
 from graphrl.compiler.bundle.parity import Carried, Parity, Player, Run
+from graphrl.compiler.bundle.recorded import Recording
 from graphrl.compiler.bundle.runners import CPlayer
 from graphrl.compiler.bundle.runtime import NON_FINITE_INPUT, NON_FINITE_OUTPUT, OUT_OF_RANGE, Policy
 from graphrl.compiler.bundle.state import start_like
 from graphrl.compiler.bundle.state_check import check_state
-from graphrl.compiler.bundle.tail import reach, squashes
+from graphrl.compiler.bundle.tail import constants, reach, squashes
 from graphrl.compiler.bundle.verify import verify
 from graphrl.compiler.program import Program
 from graphrl.compiler.verify import float64_reference
@@ -57,6 +59,8 @@ class Subject:
     manifest: dict[str, Any] = field(default_factory=dict)
     runs: dict[str, tuple[Run, Player | None]] = field(default_factory=dict)
     parity: dict[str, Parity] = field(default_factory=dict)
+    recorded: Recording | None = None
+    closed_loop: dict[str, Any] | None = None
 
     @property
     def initial(self) -> dict[Key, Any]:
@@ -109,13 +113,13 @@ def check_normalizer(subject: Subject) -> None:
     """Each observation has a normaliser or an explicit "none", where and what the contract says; none still learns."""
     if fingerprint(subject.policy) != subject.state:
         raise BundleError("a weight or buffer of the policy changed while it was run: a normaliser still learning?")
-    terms, constants = subject.terms(), _constants(subject.live)
+    terms, fixed = subject.terms(), constants(subject.live)
     for i, term in terms.items():
         norm, name = term.normalizer, term.key
         if norm is None:
             raise ContractError(f"nothing is said of how {name!r} is normalised: give its ObservationTerm a "
                                 "Normalizer, Normalizer('none') where there is none")  # fmt: skip
-        found = _subtracted(subject.live, i, constants)
+        found = subtracted(subject.live, i, fixed)
         if norm.where != "inside" and found:
             raise ContractError(f"the contract says that {name!r} is normalised {norm.where!r}, and the program "
                                 f"normalises it by {found!r}: twice on the robot?")  # fmt: skip
@@ -123,7 +127,7 @@ def check_normalizer(subject: Subject) -> None:
             if norm.mean is None or norm.std is None:
                 raise ContractError(f"the normaliser of {name!r} is inside, but its mean and std are not stated")
             for what, numbers in (("mean", [norm.mean]), ("std", [norm.std, 1 / np.array(norm.std)])):
-                if not any(_holds(value, np.array(n)) for value in constants.values() for n in numbers):
+                if not any(holds(value, np.array(n)) for value in fixed.values() for n in numbers):
                     raise ContractError(f"the normaliser of {name!r} is stated as inside, but the program has no such "
                                         f"{what}: missing, or of another training")  # fmt: skip
         _check_shift(subject, i, term)
@@ -133,8 +137,10 @@ def _check_shift(subject: Subject, i: int, term: ObservationTerm) -> None:
     """One standard deviation more must change the action in an example row: a saturated network sees nothing."""
     norm, position = term.normalizer, list(subject.live.out_keys).index(subject.action)
     kinds = subject.golden.kinds  # extreme and random rows may leave the range that the sensors have
-    rows = [at for at, kind in enumerate(kinds) if kind == "example"] or [0]
-    bases, spread = [subject.golden.inputs[at][i] for at in rows], torch.ones(())
+    rows = [at for at, kind in enumerate(kinds) if kind in ("example", "recorded")] or [0]
+    seen = None if subject.recorded is None else subject.recorded.spread(term.key)
+    bases = [subject.golden.inputs[at][i] for at in rows]
+    spread = torch.ones(()) if seen is None else seen.reshape(bases[0].shape)
     if norm is not None and norm.where == "inside" and norm.mean is not None and norm.std is not None:
         bases = [torch.tensor(norm.mean).reshape(bases[0].shape)] * len(bases)
         spread = torch.tensor(norm.std).reshape(bases[0].shape)
@@ -174,6 +180,8 @@ def check_action(subject: Subject) -> None:
                             "clip the program performs: say inside=(...), () for none")  # fmt: skip
     found = squashes(subject.live, subject.action)
     twice = f"the action ends in {' and '.join(found)}"
+    if found and action.squash == "none":
+        raise ContractError(f"{twice}, and the contract says that there is no squash")
     if len(found) > 1 and "squash" in action.inside:
         raise BundleError(f"{twice}: a squash doubled")
     if action.squash in found and "squash" not in action.inside:
@@ -182,7 +190,12 @@ def check_action(subject: Subject) -> None:
         return
     _check_bounds(subject, action)
     scaled = action.scale is None or "scale" in action.inside
-    if found and "squash" in action.inside and scaled and action.low is not None and action.high is not None:
+    if (
+        found
+        and "squash" in action.inside
+        and scaled
+        and None not in (*(action.low or [None]), *(action.high or [None]))
+    ):
         low, high = (np.array(v, np.float64) for v in (action.low, action.high))
         for wanted, got in zip((low, high), reach(subject.live, subject.action), strict=True):
             if not np.allclose(got, wanted, rtol=0, atol=1e-3 * float((high - low).max())):
@@ -197,7 +210,7 @@ def _check_bounds(subject: Subject, action: ActionContract) -> None:
         values = getattr(action, bound)
         if values is None:
             continue
-        limit = torch.tensor(values, dtype=torch.float64)
+        limit = torch.tensor([-sign * np.inf if v is None else v for v in values], dtype=torch.float64)
         for row in subject.golden.outputs:
             if bool((sign * (row[position].double().reshape(-1) - limit) < -1e-5).any()):
                 raise BundleError(
@@ -313,9 +326,9 @@ def check_extremes(subject: Subject) -> None:
                 _check_status(f"{target}, {key!r} = {number}", player.status, np.isfinite(number), found)
             high = terms[key].high if key in terms else None
             if high is not None:
-                beyond = torch.tensor(high).reshape(value.shape) * 1.01 + 1
-                _once(player, subject.seen(subject.row({i: beyond})))
-                if not player.status & OUT_OF_RANGE:
+                beyond = [0.0 if h is None else h + 0.01 * abs(h) + 1 for h in high]
+                _once(player, subject.seen(subject.row({i: torch.tensor(beyond).reshape(value.shape)})))
+                if any(h is not None for h in high) and not player.status & OUT_OF_RANGE:
                     raise BundleError(f"{target}: {key!r} beyond its high, and the status does not tell")
         ports = [subject.live.inputs[keys.index(s.key)] for s in subject.contract.recurrent or ()]
         for s in (p for p in ports if p.dtype.is_floating_point):
@@ -413,46 +426,3 @@ def fingerprint(policy: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _constants(program: Program) -> dict[fx.Node, Tensor]:
-    """The value of every node that depends on weights and buffers alone."""
-    nodes = list(program.graph_module.graph.nodes)
-    places = [n for n in nodes if n.op == "placeholder"]
-    first = len(program.inputs)
-    values: dict[fx.Node, Any] = dict(
-        zip(places[first : first + len(program.state)], (s.read().detach() for s in program.state), strict=True)
-    )
-    for node in nodes:
-        read = node.all_input_nodes
-        if node.op == "call_function" and read and all(n in values for n in read):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)
-    return {node: value for node, value in values.items() if isinstance(value, Tensor)}
-
-
-def _subtracted(program: Program, i: int, constants: Mapping[fx.Node, Tensor]) -> str | None:
-    """The weight or buffer that is subtracted from an input before another divides it, if there is one."""
-    aten = torch.ops.aten
-    passed = ("view", "_to_copy", "cat", "clamp", "unsqueeze", "squeeze", "slice", "reshape", "permute")
-    front, seen = [[n for n in program.graph_module.graph.nodes if n.op == "placeholder"][i]], set()
-    while front:
-        node = front.pop()
-        for user in (u for u in node.users if u not in seen):
-            seen.add(user)
-            if user.target is aten.sub.Tensor and user.args[1] in constants:
-                for after in user.users:
-                    if after.target in (aten.div.Tensor, aten.mul.Tensor) and after.args[1] in constants:
-                        return str(user.args[1])
-            if str(user.target).removeprefix("aten.").split(".")[0] in passed:
-                front.append(user)
-    return None
-
-
-def _holds(value: Tensor, numbers: np.ndarray) -> bool:
-    """Whether ``numbers`` stand in a tensor, one after another."""
-    flat, n = value.double().cpu().reshape(-1).numpy(), numbers.size
-    if not value.is_floating_point() or not 0 < n <= flat.size or flat.size > 1_000_000:
-        return False
-    starts = np.flatnonzero(np.isclose(flat[: flat.size - n + 1], numbers[0], rtol=1e-4, atol=1e-7))
-    return any(np.allclose(flat[s : s + n], numbers, rtol=1e-4, atol=1e-7) for s in starts)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from graphrl.errors import ContractError, did_you_mean
 from graphrl.keys import Key, encode_key
@@ -15,12 +17,16 @@ from graphrl.keys import Key, encode_key
 __all__ = ["ActionContract", "Contract", "Normalizer", "ObservationTerm", "RecurrentState"]
 
 Numbers = tuple[float, ...]
+Bounds = tuple[float | None, ...]
+"""A limit an entry; ``None`` where an entry has none."""
+Labels = tuple[str | None, ...] | str
+"""One for all entries, or one an entry."""
 FIRST_STEP = "first step"
 """The rule of a state that is true on an episode's first step and false afterwards: what training calls ``is_init``."""
 
 
 class _Typed:
-    """A dataclass that refuses values of another type than its fields say."""
+    """A dataclass that refuses values of another type than its fields say, and numbers that are not finite."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -30,66 +36,107 @@ class _Typed:
                 raise ContractError(
                     f"{type(self).__name__}: {field.name} is {_shown(value)}; expected {_named(hints[field.name])}"
                 )
+            if any(not math.isfinite(number) for number in _numbers(value)):
+                raise ContractError(
+                    f"{type(self).__name__}: {field.name} is {value}; expected finite numbers, None where there is none"
+                )
 
 
 @dataclass(frozen=True)
 class Normalizer(_Typed):
     """How an observation is normalised. ``where``: ``"inside"`` the program, ``"outside"`` by the caller, ``"none"``
 
-    y = (x - mean) / std; ``epsilon``: what was added to the variance, already part of ``std``.
+    y = clamp((x - mean) / std, -clip, clip); ``epsilon``: what was added to the variance, already part of ``std``.
     """
 
-    where: str = "none"
+    where: Literal["inside", "outside", "none"] = "none"
     mean: Numbers | None = None
     std: Numbers | None = None
     epsilon: float | None = None
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_least("Normalizer: std", self.std, 0, above=True)
+        _check_least("Normalizer: epsilon", self.epsilon, 0)
+        _check_least("Normalizer: clip", self.clip, 0, above=True)
 
 
 @dataclass(frozen=True)
 class ObservationTerm(_Typed):
     """One input: its key, the order and names of its entries, and what was done to it before training saw it.
 
-    A history that the policy keeps itself is told here too; the input is then one observation.
+    ``scale``, then ``clip``: by the caller, before the call. ``low``, ``high``: an entry beyond them sets status bit 4;
+    ``bounds_from`` tells where they come from: ``"stated"`` by sensor or environment, or ``"recorded"`` data. A window
+    of ``history_length`` observations is the policy's own state, or, where it has none, the first dim of ``shape``.
+    ``history_reset_fill``: what fills it at first, ``"first observation"`` or ``"constant 0"``, any number.
     """
 
     key: Key
     names: tuple[str, ...] | None = None
     shape: tuple[int, ...] | None = None
-    unit: str | None = None
-    frame: str | None = None
+    unit: Labels | None = None
+    frame: Labels | None = None
     scale: Numbers | float | None = None
     clip: tuple[float, float] | None = None
-    low: Numbers | None = None
-    high: Numbers | None = None
+    low: Bounds | None = None
+    high: Bounds | None = None
+    bounds_from: Literal["stated", "recorded"] | None = None
     normalizer: Normalizer | None = None
     history_length: int | None = None
-    history_order: str | None = None
+    history_order: Literal["oldest_first", "newest_first"] | None = None
     history_reset_fill: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        what = f"observation {self.key!r}"
+        _check_names(encode_key(self.key), self.names)
+        _check_pair(f"{what}: low and high", self.low, self.high)
+        _check_clip(f"{what}: clip", self.clip)
+        _check_least(f"{what}: shape", self.shape, 0)
+        _check_least(f"{what}: history_length", self.history_length, 1)
+        fill = self.history_reset_fill
+        if (
+            fill is not None
+            and fill != "first observation"
+            and not re.fullmatch(r"constant -?\d+(\.\d+)?(e[+-]?\d+)?", fill)
+        ):
+            raise ContractError(f"{what}: history_reset_fill is {fill!r}; expected 'first observation' or 'constant 0'")
 
 
 @dataclass(frozen=True)
 class ActionContract(_Typed):
     """The output: names in order, bounds, and the steps between the network's number and the motor's command.
 
-    ``inside``: those of ``"squash" "scale" "offset" "clip"`` that the program performs; the caller does the others.
+    command = clip(squash(x) * scale + offset). ``inside``: those of ``"squash" "scale" "offset" "clip"`` that the
+    program performs; the caller does the others. ``squash="none"``: there is none.
     """
 
     key: Key = "action"
     names: tuple[str, ...] | None = None
-    unit: str | None = None
-    low: Numbers | None = None
-    high: Numbers | None = None
-    squash: str | None = None
+    unit: Labels | None = None
+    low: Bounds | None = None
+    high: Bounds | None = None
+    squash: Literal["tanh", "sigmoid", "none"] | None = None
     scale: Numbers | float | None = None
     offset: Numbers | float | None = None
     clip: tuple[float, float] | None = None
-    inside: tuple[str, ...] | None = None
+    inside: tuple[Literal["squash", "scale", "offset", "clip"], ...] | None = None
     joint_names: tuple[str, ...] | None = None
     default_pose: Numbers | None = None
     kp: Numbers | None = None
     kd: Numbers | None = None
-    previous_action: str | None = None  # "raw" or "clipped", when it is an observation
+    previous_action: Literal["raw", "clipped"] | None = None
     previous_action_initial: Numbers | float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_names(encode_key(self.key), self.names)
+        _check_names(f"{encode_key(self.key)}: joint_names", self.joint_names)
+        _check_pair("action: low and high", self.low, self.high)
+        _check_clip("action: clip", self.clip)
+        _check_least("action: kp", self.kp, 0)
+        _check_least("action: kd", self.kd, 0)
 
 
 @dataclass(frozen=True)
@@ -113,6 +160,7 @@ class Contract(_Typed):
     rate_hz: control steps a second. decimation: simulator steps a control step. observations: the declared sensors, in
     order; with them, an input that is not declared stops the export. quaternion_order: ``"wxyz"`` or ``"xyzw"``.
     command_ranges: name to (low, high). Raises :class:`ContractError` for values that contradict each other.
+    ``docs/contract.schema.json`` describes every field.
     """
 
     rate_hz: float | None = None
@@ -120,27 +168,19 @@ class Contract(_Typed):
     observations: tuple[ObservationTerm, ...] | None = None
     action: ActionContract | None = None
     recurrent: tuple[RecurrentState, ...] | None = None
-    quaternion_order: str | None = None
+    quaternion_order: Literal["wxyz", "xyzw"] | None = None
     command_ranges: Mapping[str, tuple[float, float]] | None = None
-    dtype: str = "float32"
+    dtype: Literal["float32"] = "float32"
     notes: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rate_hz is not None and not self.rate_hz > 0:
-            raise ContractError(f"rate_hz is {self.rate_hz}: expected a positive number of control steps a second")
-        if self.quaternion_order not in (None, "wxyz", "xyzw"):
-            raise ContractError(f"quaternion_order is {self.quaternion_order!r}: expected 'wxyz', 'xyzw' or None")
-        if self.dtype != "float32":
-            raise ContractError(f"dtype is {self.dtype!r}: a bundle computes in float32")
-        for term in self.observations or ():
-            _check_names(encode_key(term.key), term.names)
-            if term.normalizer is not None and term.normalizer.where not in ("inside", "outside", "none"):
-                raise ContractError(
-                    f"normalizer of {term.key!r} is {term.normalizer.where!r}: expected 'inside', 'outside' or 'none'"
-                )
-        if self.action is not None:
-            _check_names(encode_key(self.action.key), self.action.names)
+        _check_least("rate_hz", self.rate_hz, 0, above=True)
+        _check_least("decimation", self.decimation, 1)
+        for what, stated in (("observations", self.observations), ("recurrent", self.recurrent)):
+            _check_names(what, [encode_key(part.key) for part in stated or ()])
+        for name, limits in (self.command_ranges or {}).items():
+            _check_clip(f"command_ranges: {name!r}", limits)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, every field present."""
@@ -152,6 +192,20 @@ class Contract(_Typed):
         for state in data["recurrent"] or ():
             state["key"], state["next_key"] = encode_key(state["key"]), encode_key(state["next_key"])
         return json.loads(json.dumps(data))  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Contract:
+        """The inverse of :meth:`as_dict`; fields may be left out. Raises :class:`ContractError` for an unknown one."""
+        from graphrl.compiler.bundle.contract_file import contract_from_dict
+
+        return contract_from_dict(data)
+
+    @staticmethod
+    def json_schema() -> dict[str, Any]:
+        """The JSON Schema (draft 2020-12) of :meth:`as_dict`, which is the contract in a bundle's manifest."""
+        from graphrl.compiler.bundle.contract_schema import contract_schema
+
+        return contract_schema()
 
     def sha256(self) -> str:
         """The contract hash that stands in every file of a bundle."""
@@ -181,19 +235,27 @@ def check_against(contract: Contract, inputs: Mapping[Key, int], action_key: Key
                     + did_you_mean(key, inputs)
                 )
         for term in contract.observations:
-            for name in ("names", "low", "high"):
-                _check_length(f"observation {term.key!r}: {name}", getattr(term, name), inputs[term.key])
-            if term.normalizer is not None:
-                _check_length(f"observation {term.key!r}: normalizer.mean", term.normalizer.mean, inputs[term.key])
-                _check_length(f"observation {term.key!r}: normalizer.std", term.normalizer.std, inputs[term.key])
+            _check_sizes(term, inputs[term.key])
     for state in contract.recurrent or ():
         if not isinstance(state.initial, (int, float)) and state.key in inputs:
             _check_length(f"recurrent state {state.key!r}: initial", state.initial, inputs[state.key])
     if contract.action is not None:
         if contract.action.key != action_key:
             raise ContractError(f"the contract's action is {contract.action.key!r}, the bundle's {action_key!r}")
-        for name in ("names", "low", "high", "joint_names", "default_pose", "kp", "kd"):
+        for name in ("names", "unit", "low", "high", "scale", "offset", "joint_names", "default_pose", "kp", "kd",
+                     "previous_action_initial"):  # fmt: skip
             _check_length(f"action: {name}", getattr(contract.action, name), action_size)
+
+
+def _check_sizes(term: ObservationTerm, size: int) -> None:
+    what = f"observation {term.key!r}"
+    for name in ("names", "unit", "frame", "scale", "low", "high"):
+        _check_length(f"{what}: {name}", getattr(term, name), size)
+    if term.normalizer is not None:
+        for name in ("mean", "std"):
+            _check_length(f"{what}: normalizer.{name}", getattr(term.normalizer, name), size)
+    if term.shape is not None and math.prod(term.shape) != size:
+        raise ContractError(f"{what}: shape {list(term.shape)} has {math.prod(term.shape)} entries, the policy {size}")
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -208,13 +270,15 @@ def _fits(value: Any, hint: Any) -> bool:
         return len(value) == len(kinds) and all(map(_fits, value, kinds))
     if origin is Mapping:
         return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+    if origin is Literal:
+        return isinstance(value, str) and value in inner
     wanted = (int, float) if hint is float else hint
     return isinstance(value, wanted) and not isinstance(value, bool)
 
 
 def _shown(value: Any) -> str:
-    """The type of a value; for a sequence also those of its entries."""
-    name = f"a {type(value).__name__}"
+    """The type of a value; for a sequence also those of its entries; a text itself."""
+    name = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
     if isinstance(value, (tuple, list)):
         name += f" of {', '.join(sorted({type(v).__name__ for v in value})) or 'nothing'} ({len(value)})"
     return name
@@ -225,6 +289,8 @@ def _named(hint: Any) -> str:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return " or ".join(map(_named, inner))
+    if origin is Literal:
+        return " or ".join(map(repr, inner))
     if origin is not None:
         return f"{origin.__name__}[{', '.join('...' if i is Ellipsis else _named(i) for i in inner)}]"
     if hint is type(None):
@@ -238,6 +304,36 @@ def _check_names(what: str, names: Sequence[str] | None) -> None:
             raise ContractError(f"{what}: the name {name!r} stands twice; names must tell entries apart")
 
 
-def _check_length(what: str, values: Sequence[Any] | None, size: int) -> None:
-    if values is not None and len(values) != size:
+def _numbers(value: Any) -> list[float]:
+    """Every float in a value, in whatever it is nested."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return [number for part in value for number in _numbers(part)]
+    return [value] if isinstance(value, float) else []
+
+
+def _check_least(what: str, value: Any, least: float, above: bool = False) -> None:
+    for number in value if isinstance(value, (tuple, list)) else (value,):
+        if number is not None and (number < least or (above and number == least)):
+            raise ContractError(f"{what} is {value}; expected {'more than' if above else 'at least'} {least}")
+
+
+def _check_pair(what: str, low: Sequence[float | None] | None, high: Sequence[float | None] | None) -> None:
+    if low is None or high is None:
+        return
+    if len(low) != len(high):
+        raise ContractError(f"{what} have {len(low)} and {len(high)} entries")
+    for i, (a, b) in enumerate(zip(low, high, strict=True)):
+        if a is not None and b is not None and a > b:
+            raise ContractError(f"{what}: entry {i} is {a} to {b}; expected low <= high")
+
+
+def _check_clip(what: str, limits: Sequence[float] | None) -> None:
+    if limits is not None and not limits[0] < limits[1]:
+        raise ContractError(f"{what} is {tuple(limits)}; expected (low, high) with low < high")
+
+
+def _check_length(what: str, values: Any, size: int) -> None:
+    if isinstance(values, (tuple, list)) and len(values) != size:
         raise ContractError(f"{what} has {len(values)} entries, the policy has {size}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from graphrl.compiler.bundle.contract import FIRST_STEP
 
-__all__ = ["contract_text", "entry_names"]
+__all__ = ["closed_loop_text", "contract_text", "entry_names"]
 
 
 def contract_text(manifest: Mapping[str, Any]) -> str:
@@ -66,15 +66,35 @@ def _observations(manifest: Mapping[str, Any]) -> list[str]:
             continue
         term = terms.get(port["key"], {})
         parts.append(f"### `{port['key']}`: {port['dtype']} {_shape(port)}")
-        fields = ("unit", "frame", "scale", "clip", "history_length", "history_order", "history_reset_fill")
-        parts.append(_table(("", ""), [(f.replace("_", " "), term.get(f)) for f in fields]))
+        fields = (
+            "unit",
+            "frame",
+            "scale",
+            "clip",
+            "bounds_from",
+            "history_length",
+            "history_order",
+            "history_reset_fill",
+        )
+        parts.append(_table(("", ""), [(f.replace("_", " "), _whole(f, term)) for f in fields]))
         size, norm = math.prod(port["shape"]), term.get("normalizer") or {}
-        columns = [term.get("low"), term.get("high"), norm.get("mean"), norm.get("std")]
+        each = [_each(f, term) for f in ("unit", "frame", "scale", "low", "high")]
+        columns = [*each, norm.get("mean"), norm.get("std")]
         parts.append(f"Normalised: {_where(norm.get('where'))}" + _epsilon(norm))
         if term.get("names") or any(columns):
             names = entry_names(contract, port["key"], size)
-            parts.append(_entries(("name", "low", "high", "mean", "std"), names, columns))
+            parts.append(_entries(("name", "unit", "frame", "scale", "low", "high", "mean", "std"), names, columns))
     return parts or ["None."]
+
+
+def _each(field: str, term: Mapping[str, Any]) -> Any:
+    """A field with a value an entry: it stands in the table of entries."""
+    return term.get(field) if isinstance(term.get(field), list) else None
+
+
+def _whole(field: str, term: Mapping[str, Any]) -> Any:
+    """A field with one value for all entries; ``clip`` is a pair."""
+    return term.get(field) if field == "clip" or _each(field, term) is None else "each its own, below"
 
 
 def _where(where: str | None) -> str:
@@ -84,7 +104,9 @@ def _where(where: str | None) -> str:
 
 
 def _epsilon(norm: Mapping[str, Any]) -> str:
-    return f" std contains epsilon {norm['epsilon']!r} (added to the variance)." if norm.get("epsilon") else ""
+    parts = [f" std contains epsilon {norm['epsilon']!r} (added to the variance)."] if norm.get("epsilon") else []
+    parts += [f" The result is clipped to -{norm['clip']!r} and {norm['clip']!r}."] if norm.get("clip") else []
+    return "".join(parts)
 
 
 def _action(manifest: Mapping[str, Any]) -> list[str]:
@@ -99,14 +121,16 @@ def _action(manifest: Mapping[str, Any]) -> list[str]:
         if not action or port["key"] != action["key"]:
             continue
         inside = action["inside"]
-        rows = [(f, action[f]) for f in ("unit", "squash", "scale", "offset", "clip")]
+        rows = [(f, _whole(f, action)) for f in ("unit", "squash", "scale", "offset", "clip")]
         rows += [("done inside the program", None if inside is None else ", ".join(inside) or "none of these steps")]
         rows += [(f.replace("_", " "), action[f]) for f in ("previous_action", "previous_action_initial")]
         parts.append(_table(("", ""), rows))
-        columns = [action[f] for f in ("joint_names", "low", "high", "default_pose", "kp", "kd")]
+        fields = ("unit", "scale", "offset", "joint_names", "low", "high", "default_pose", "kp", "kd")
+        columns = [_each(f, action) for f in fields]
         if action["names"] or any(columns):
             names = entry_names(contract, port["key"], math.prod(port["shape"]))
-            parts.append(_entries(("name", "joint", "low", "high", "default pose", "kp", "kd"), names, columns))
+            head = [f.replace("_", " ") for f in fields]
+            parts.append(_entries(("name", *head), names, columns))
     return parts
 
 
@@ -134,10 +158,24 @@ def _accuracy(manifest: Mapping[str, Any]) -> str:
     rows = [(n, *("" if parity[c][n] is None else f"{parity[c][n]:.1e}" for c in columns)) for n in names]
     scale = ", ".join(f"`{k}` {v:.3g}" for k, v in parity["scale"].items())
     steps = f", and on a sequence of {parity['sequence_steps']} steps" if parity["sequence_steps"] else ""
-    return (
+    told = (
         f"Largest errors against float64 on {parity['rows']} golden rows{steps}; relative to the output's usual size "
-        f"({scale}). Allowed: {parity['tolerance']!r} relative.\n\n"
-    ) + _table(("runtime", "relative", "absolute", "relative, sequence"), rows)
+        f"({scale}). Allowed: {parity['tolerance']!r} relative."
+    )
+    loop = parity.get("closed_loop")
+    parts = [told, _table(("runtime", "relative", "absolute", "relative, sequence"), rows)]
+    return "\n\n".join(parts + ([f"In its environment: {closed_loop_text(loop)}."] if loop else []))
+
+
+def closed_loop_text(loop: Mapping[str, Any]) -> str:
+    """Returns of a bundle and of the eager policy in the environment, and the largest error of an action, as a line."""
+    returns = ", ".join(f"{name} {r['mean']:.2f} +- {r['std']:.2f}" for name, r in loop["return"].items())
+    if loop["runtime"] is None:
+        return f"return {returns}; no runtime of the bundle works here"
+    return (
+        f"return {returns} over {loop['episodes']} episodes; largest error of an action "
+        f"{loop['max_relative_error']:.1e} of its usual size, on {loop['judged_steps']} of {loop['steps']} steps"
+    )
 
 
 def _calls(manifest: Mapping[str, Any]) -> list[str]:

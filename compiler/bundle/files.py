@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from graphrl.compiler.bundle.c_policy import hash_manifest
 from graphrl.compiler.files import replace_file
 from graphrl.errors import BundleError
 
-__all__ = ["dump_json", "dump_npz", "dump_zip", "hash_files", "sha256", "unpack", "whole_folder"]
+__all__ = ["dump_json", "dump_npz", "dump_zip", "hash_files", "sealed", "sha256", "unpack", "whole_folder"]
 
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """The time that every file of an archive bears: the same input gives the same bytes."""
@@ -34,6 +35,12 @@ def sha256(data: bytes) -> str:
 def dump_json(data: Any) -> str:
     """Readable JSON, keys in the order given."""
     return json.dumps(data, indent=1, allow_nan=True) + "\n"
+
+
+def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest with the hash of everything else in it as ``manifest_hash``, last: an edit of any field shows."""
+    rest = {name: value for name, value in manifest.items() if name != "manifest_hash"}
+    return {**rest, "manifest_hash": hash_manifest(rest)}
 
 
 def dump_npz(arrays: Mapping[str, np.ndarray]) -> bytes:

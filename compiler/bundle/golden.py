@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graphrl.compiler.bundle.contract import FIRST_STEP, RecurrentState
+from graphrl.compiler.bundle.recorded import Recording
 from graphrl.compiler.bundle.state import start_like
 from graphrl.compiler.program import Program
 from graphrl.compiler.verify import float64_reference
@@ -21,6 +22,7 @@ __all__ = ["Golden", "Rollout", "make_golden"]
 
 RANDOM_ROWS = 16
 EXAMPLE_ROWS = 16
+RECORDED_ROWS = 16
 EXTREMES = (0.0, 1.0, -1.0, 10.0, -10.0, 1e3, -1e3, 1e-40)
 """A row each, filled with one number; the last is subnormal."""
 
@@ -78,22 +80,30 @@ class Golden:
 
 
 def make_golden(
-    program: Program, examples: Sequence[Sequence[Tensor]], recurrent: Sequence[RecurrentState] = ()
+    program: Program,
+    examples: Sequence[Sequence[Tensor]],
+    recurrent: Sequence[RecurrentState] = (),
+    recorded: Recording | None = None,
 ) -> Golden:
-    """Random, example and extreme rows for ``program``. ``examples``: recorded inputs, one sequence a row.
+    """Random, example, recorded and extreme rows for ``program``. ``examples``: inputs, one sequence a row.
 
-    With ``recurrent`` values, also two episodes on end over those rows. Random rows have the mean and spread of the
-    examples where there are several, and a spread of 1 and 3 otherwise; a recurrent value is the policy's own work, and
-    stays within -1 and 1 in both random and extreme rows. Inputs that are not floats take the examples' values; the
-    flag of an episode's first step is true in some random rows. No row whose reference is not finite is kept, and no
-    extreme row on which float32 itself has lost the answer; raises :class:`BundleError` when none is left.
+    With ``recurrent`` values, also two episodes on end over those rows, and two as they were recorded. Random rows have
+    the mean and spread of the recording, else of the examples where there are several, else a spread of 1 and 3; a
+    recurrent value is the policy's own work, and stays within -1 and 1 in both random and extreme rows. Inputs that are
+    not floats take the examples' values; the flag of an episode's first step is true in some random rows. No row whose
+    reference is not finite is kept, and no extreme row on which float32 itself has lost the answer; raises
+    :class:`BundleError` when none is left.
     """
     examples = [tuple(row) for row in examples[:EXAMPLE_ROWS]]
     generator = torch.Generator().manual_seed(20240229)
     rows = [("example", row) for row in examples]
+    if recorded is not None:
+        places = sorted({int(t) for t in np.linspace(0, len(recorded.resets) - 1, RECORDED_ROWS)})
+        rows += [("recorded", recorded.row(t, program.in_keys, examples[0])) for t in places]
     carried = [port.key in {s.key for s in recurrent} for port in program.inputs]
     flags = {s.key for s in recurrent if s.reset_rule == FIRST_STEP}
-    stacked = [torch.stack([row[i] for row in examples]) for i in range(len(program.inputs))]
+    usual_rows = [row for kind, row in rows if kind == "recorded"] or examples
+    stacked = [torch.stack([row[i] for row in usual_rows]) for i in range(len(program.inputs))]
     for n in range(RANDOM_ROWS):
         spread = 1.0 if n % 2 == 0 else 3.0
         like = examples[n % len(examples)]
@@ -120,7 +130,12 @@ def make_golden(
         scales.append(max(float(np.median(sizes)) if sizes else 0.0, 1e-6))
     kept = [k for k in kept if k[0] != "extreme" or _float32_holds(program, k[1], k[2], scales)]
     columns: list[Any] = list(zip(*kept, strict=True))
-    sequence = _rollout(program, [k[1] for k in usual], recurrent) if recurrent else None
+    steps = [(t % STEPS == 0, usual[t % len(usual)][1]) for t in range(EPISODES * STEPS)]
+    if recorded is not None:
+        steps += [
+            (start, recorded.row(t, program.in_keys, examples[0])) for start, t in recorded.starts(EPISODES, STEPS)
+        ]
+    sequence = _rollout(program, steps, recurrent) if recurrent else None
     return Golden(columns[0], columns[1], columns[2], tuple(scales), sequence)
 
 
@@ -133,14 +148,16 @@ def _float32_holds(program: Program, row: Sequence[Tensor], wanted: Sequence[Ten
     )
 
 
-def _rollout(program: Program, rows: Sequence[tuple[Tensor, ...]], recurrent: Sequence[RecurrentState]) -> Rollout:
+def _rollout(
+    program: Program, steps: Sequence[tuple[bool, tuple[Tensor, ...]]], recurrent: Sequence[RecurrentState]
+) -> Rollout:
     carried, written = {s.key: s for s in recurrent}, {s.next_key for s in recurrent}
     state: dict[Key, Tensor] = {}
     resets, inputs, outputs = [], [], []
-    for t in range(EPISODES * STEPS):
-        given = dict(zip(program.in_keys, rows[t % len(rows)], strict=True))
-        resets.append(t % STEPS == 0)
-        if resets[-1]:
+    for start, row in steps:
+        given = dict(zip(program.in_keys, row, strict=True))
+        resets.append(start)
+        if start:
             state = {key: start_like(given[key], s.initial) for key, s in carried.items()}
         found = float64_reference(program, [state.get(key, value) for key, value in given.items()])
         named = dict(zip(program.out_keys, found, strict=True))

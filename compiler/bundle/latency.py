@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from graphrl.compiler.bundle.c_bench import FLAGS, CBench, Latency, c_memory, measure_c
-from graphrl.compiler.bundle.files import dump_json, dump_zip, hash_files
+from graphrl.compiler.bundle.files import dump_json, dump_zip, hash_files, sealed
 from graphrl.compiler.bundle.load import Bundle
 from graphrl.compiler.bundle.parity import Carried
 from graphrl.compiler.bundle.runners import RUNNERS, why_not_here
@@ -155,6 +155,6 @@ def write_reports(bundle: Bundle, **reports: Mapping[str, Any]) -> None:
         replace_file(bundle.path / "reports" / f"{name}.json", dump_json(report).encode())
     manifest = json.loads((bundle.path / "manifest.json").read_text())
     manifest["files"] = hash_files(bundle.path)
-    replace_file(bundle.path / "manifest.json", dump_json(manifest).encode())
+    replace_file(bundle.path / "manifest.json", dump_json(sealed(manifest)).encode())
     if bundle.source != bundle.path:
         replace_file(bundle.source, dump_zip(bundle.path))

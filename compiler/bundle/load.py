@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import weakref
@@ -10,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphrl.compiler.bundle import runtime
 from graphrl.compiler.bundle.c_policy import CPolicy, check_files
-from graphrl.compiler.bundle.contract import hash_contract
 from graphrl.compiler.bundle.files import unpack
-from graphrl.compiler.bundle.runtime import MANIFEST, misfit, read_graph
 from graphrl.errors import BundleError
 
 if TYPE_CHECKING:
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEMA_VERSION", "Bundle", "load"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = runtime.SCHEMA_VERSION
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,7 +63,7 @@ class Bundle:
         from graphrl.compiler.bundle.graph_json import program_from_json
 
         try:
-            data = read_graph(self.path, self.manifest)
+            data = runtime.read_graph(self.path, self.manifest)
             return program_from_json(data, load_file(self.path / "weights.safetensors"))
         except (AssertionError, AttributeError, LookupError, RuntimeError, SafetensorError, SyntaxError, TypeError,
                 ValueError) as error:  # fmt: skip
@@ -103,23 +101,13 @@ def _load_folder(folder: Path, source: Path) -> Bundle:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, checked for schema, and its contract for its hash."""
-    file = folder / "manifest.json"
+    """The manifest, checked for schema and its own hash, its contract for the contract's."""
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BundleError(f"{folder} is no bundle: {file} cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{file} is damaged: {error}") from error
-    found = manifest.get("schema_version", SCHEMA_VERSION) if isinstance(manifest, dict) else SCHEMA_VERSION
-    if found != SCHEMA_VERSION:
-        raise BundleError(f"{file} has schema version {found}, this graphrl reads {SCHEMA_VERSION}")
+        manifest = runtime.read_manifest(folder)
+    except ValueError as error:
+        raise BundleError(str(error)) from None
     numbers = {str: float}
     reports = {"parity": {"max_relative_error": numbers, "scale": numbers}}
-    if problem := misfit(manifest, {**MANIFEST, "tools": dict, "reports": reports}):
-        raise BundleError(f"{file} is not a bundle's manifest: {problem}")
-    if hash_contract(manifest["contract"]) != manifest["contract_hash"]:
-        raise BundleError(
-            f"{file}: the contract is not the one its hash {manifest['contract_hash'][:12]}... was made of"
-        )
-    return manifest  # type: ignore[no-any-return]
+    if problem := runtime.misfit(manifest, {"tools": dict, "reports": reports}):
+        raise BundleError(f"{folder / 'manifest.json'} is damaged: {problem}")
+    return manifest

@@ -144,7 +144,8 @@ def _unusual(manifest: Mapping[str, Any], observation: Mapping[str, np.ndarray])
     terms = {t["key"]: t for t in contract["observations"] or ()}
     for key, value in observation.items():
         flat, term = np.asarray(value).reshape(-1), terms.get(key, {})
-        low, high = term.get("low") or [-np.inf] * flat.size, term.get("high") or [np.inf] * flat.size
+        low, high = ([far if v is None else v for v in term.get(bound) or [None] * flat.size]
+                     for bound, far in (("low", -np.inf), ("high", np.inf)))  # fmt: skip
         for i, name in enumerate(entry_names(contract, key, flat.size)):
             if not low[i] <= flat[i] <= high[i]:
                 notes.append(f"{key!r}, {name} is {flat[i].item()!r}, expected {low[i]!r} to {high[i]!r}")

@@ -5,7 +5,7 @@ This file is complete in itself: copy it beside a bundle, or use the copy inside
     policy = Policy.load("policy_bundle")
     policy.reset()                                            # the start of an episode
     action = policy.step({"observation": array})["action"]    # names, shapes and dtypes are checked
-    python runtime.py policy_bundle                           # contract, self-test, 1000 timed steps
+    python runtime.py policy_bundle                           # contract, self-test, 1000 timed steps; or a .zip
 
 Every operation names its dtype, by torch's rules (``_common``): numpy 1 and 2 promote numbers differently.
 Needs Python 3.9 and numpy 1.22, or newer.
@@ -22,6 +22,7 @@ import math
 import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,12 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-__all__ = ["MANIFEST", "OPERATIONS", "Policy", "check_files", "main", "misfit", "read_graph", "read_safetensors"]
+__all__ = [
+    "OPERATIONS", "Policy", "check_files", "main", "misfit", "read_graph", "read_manifest", "read_safetensors",
+]  # fmt: skip
 
 NON_FINITE_INPUT, NON_FINITE_OUTPUT, OUT_OF_RANGE = 1, 2, 4
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 F32, I64 = np.dtype("float32"), np.dtype("int64")
 
 
@@ -639,22 +642,61 @@ def read_safetensors(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]
     return tensors, metadata
 
 
+class _Files:
+    """The files of a bundle by name: those of a folder, or of a ``.zip``, which is read into memory."""
+
+    def __init__(self, bundle: str | Path) -> None:
+        self.where, self._archive = Path(bundle), None
+        if self.where.is_file():
+            try:
+                self._archive = zipfile.ZipFile(io.BytesIO(self.where.read_bytes()))
+            except zipfile.BadZipFile as error:
+                raise ValueError(f"{self.where} is no bundle: {error}") from None
+
+    def names(self) -> list[str]:
+        if self._archive is not None:
+            return self._archive.namelist()
+        found = [p for p in sorted(self.where.rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
+        return [p.relative_to(self.where).as_posix() for p in found]
+
+    def read(self, name: str) -> bytes:
+        """Raises ``OSError`` for a file that is not there, ``ValueError`` for a damaged archive."""
+        if self._archive is None:
+            return (self.where / name).read_bytes()
+        try:
+            return self._archive.read(name)
+        except KeyError:
+            raise FileNotFoundError(2, "not in the archive", name) from None
+        except (zipfile.BadZipFile, NotImplementedError, zlib.error) as error:
+            raise ValueError(f"{self.where} is damaged: {error}") from None
+
+    def checked(self, name: str, wanted: str | None) -> bytes:
+        """The bytes of a file whose SHA-256 is ``wanted``."""
+        try:
+            data = self.read(name)
+        except OSError as error:
+            raise ValueError(f"{self.where / name} is missing: the manifest lists it ({error.strerror})") from None
+        if hashlib.sha256(data).hexdigest() != wanted:
+            raise ValueError(f"{self.where / name} was changed or damaged: its SHA-256 is not the manifest's")
+        return data
+
+
 def check_files(bundle: str | Path) -> int:
     """Compare every file with the manifest; returns how many there are. Raises ``ValueError`` naming the first."""
-    folder = Path(bundle)
-    listed = _manifest(folder)["files"]
-    for name in listed:
-        _read(folder, name, listed)
-    for file in sorted(folder.rglob("*")):
-        name = file.relative_to(folder).as_posix()
-        alien = (file.is_symlink() or not file.is_dir()) and name not in listed and "__pycache__" not in file.parts
-        if alien and name != "manifest.json":
-            raise ValueError(f"{file} does not belong to this bundle: the manifest does not list it")
+    files = _Files(bundle)
+    listed, present = read_manifest(bundle)["files"], files.names()
+    for name, wanted in listed.items():
+        files.checked(name, wanted)
+    for name in present:
+        if name != "manifest.json" and name not in listed:
+            raise ValueError(f"{files.where / name} does not belong to this bundle: the manifest does not list it")
+        if present.count(name) > 1:
+            raise ValueError(f"{files.where} holds {name!r} twice")
     return len(listed)
 
 
 _PORT = {"key": str, "shape": [int], "dtype": str}
-MANIFEST: dict[str, Any] = {
+_MANIFEST: dict[str, Any] = {
     "schema_version": int, "contract": dict, "contract_hash": str, "program_hash": str, "weight_hash": str,
     "inputs": [_PORT], "outputs": [_PORT], "targets": [str], "tolerance": float, "files": {str: str},
 }  # fmt: skip
@@ -682,47 +724,46 @@ def misfit(value: Any, wanted: Any, place: str = "it") -> str | None:
     return next((found for name, v, kind in parts if (found := misfit(v, kind, name))), None)
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    file = folder / "manifest.json"
+def read_manifest(bundle: str | Path) -> dict[str, Any]:
+    """A bundle's manifest. Raises ``ValueError`` where it is not there, damaged, changed, or of another schema."""
+    files = _Files(bundle)
+    file = files.where / "manifest.json"
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = json.loads(files.read("manifest.json"))
     except OSError as error:
-        raise ValueError(f"{folder} is no bundle: {error}") from None
+        raise ValueError(f"{files.where} is no bundle: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from None
     version = manifest.get("schema_version", SCHEMA_VERSION) if isinstance(manifest, dict) else SCHEMA_VERSION
     if version != SCHEMA_VERSION:
-        raise ValueError(f"{folder} has schema version {version}, this runtime reads {SCHEMA_VERSION}")
-    if problem := misfit(manifest, MANIFEST):
+        raise ValueError(f"{files.where} has schema version {version}, this runtime reads {SCHEMA_VERSION}")
+    if problem := misfit(manifest, _MANIFEST):
         raise ValueError(f"{file} is damaged: {problem}")
-    contract = json.dumps(manifest["contract"], sort_keys=True, separators=(",", ":"))
-    if hashlib.sha256(contract.encode()).hexdigest() != manifest["contract_hash"]:
+    if _hash_json(manifest["contract"]) != manifest["contract_hash"]:
         raise ValueError(f"{file}: the contract is not the one its hash was made of")
+    rest = {name: value for name, value in manifest.items() if name != "manifest_hash"}
+    if _hash_json(rest) != manifest.get("manifest_hash"):
+        raise ValueError(f"{file} was changed: it is not the one its manifest_hash was made of")
     return manifest  # type: ignore[no-any-return]
 
 
-def read_graph(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def read_graph(bundle: str | Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """A bundle's ``graph.json``. Raises ``ValueError`` where it is changed, damaged or of another policy."""
-    name = "graph.json"
+    files = _Files(bundle)
+    place = files.where / "graph.json"
     try:
-        data = json.loads(_read(folder, name, {name: manifest["program_hash"]}))
+        data = json.loads(files.checked("graph.json", manifest["program_hash"]))
     except RecursionError as error:
-        raise ValueError(f"{folder / name} is damaged: {error}") from None
+        raise ValueError(f"{place} is damaged: {error}") from None
     if problem := misfit(data, _GRAPH):
-        raise ValueError(f"{folder / name} is damaged: {problem}")
+        raise ValueError(f"{place} is damaged: {problem}")
     if any(data[side] != manifest[side] for side in ("inputs", "outputs")):
-        raise ValueError(f"{folder / name} has other inputs or outputs than the manifest")
+        raise ValueError(f"{place} has other inputs or outputs than the manifest")
     return data  # type: ignore[no-any-return]
 
 
-def _read(folder: Path, name: str, hashes: Mapping[str, str]) -> bytes:
-    try:
-        data = (folder / name).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{folder / name} is missing: the manifest lists it ({error.strerror})") from None
-    if hashlib.sha256(data).hexdigest() != hashes.get(name):
-        raise ValueError(f"{folder / name} was changed or damaged: its SHA-256 is not the manifest's")
-    return data
+def _hash_json(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 # ---- running a graph
@@ -819,8 +860,8 @@ class Policy:
     or high; the action is computed either way. ``contract``: plain data, ``None`` where nothing is known.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], graph: _Graph) -> None:
-        self.folder, self.manifest, self._graph = folder, manifest, graph
+    def __init__(self, files: _Files, manifest: dict[str, Any], graph: _Graph) -> None:
+        self._files, self.manifest, self._graph = files, manifest, graph
         self.contract: dict[str, Any] = manifest["contract"]
         self.status = 0
         self._carry = {s["key"]: s["next_key"] for s in self.contract["recurrent"] or ()}
@@ -833,20 +874,22 @@ class Policy:
 
     @classmethod
     def load(cls, bundle: str | Path) -> Policy:
-        """Open a bundle's folder. Raises ``ValueError``: a file missing, changed or of another bundle; an operation
-        that this runtime lacks."""
-        folder = Path(bundle)
-        manifest = _manifest(folder)
-        data = read_graph(folder, manifest)
+        """Open a bundle, a folder or a ``.zip``.
+
+        Raises ``ValueError``: a file missing, changed or of another bundle; an operation that this runtime lacks.
+        """
+        files = _Files(bundle)
+        manifest = read_manifest(bundle)
+        data = read_graph(bundle, manifest)
         file = "weights.safetensors"
-        tensors, metadata = read_safetensors(_read(folder, file, {file: manifest["weight_hash"]}))
+        tensors, metadata = read_safetensors(files.checked(file, manifest["weight_hash"]))
         for name, found in (("graph.json", data), (file, metadata)):
             if found.get("contract_hash") != manifest["contract_hash"]:
-                raise ValueError(f"{folder / name} belongs to another contract")
+                raise ValueError(f"{files.where / name} belongs to another contract")
         try:
-            return cls(folder, manifest, _Graph(data, tensors))
+            return cls(files, manifest, _Graph(data, tensors))
         except (AttributeError, LookupError, TypeError) as error:
-            raise ValueError(f"{folder / 'graph.json'} is damaged: {error!r}") from error
+            raise ValueError(f"{files.where / 'graph.json'} is damaged: {error!r}") from error
 
     @property
     def state(self) -> dict[str, np.ndarray]:
@@ -887,19 +930,19 @@ class Policy:
 
         Raises ``ValueError`` beyond the manifest's tolerance, naming row and output.
         """
-        data = _read(self.folder, "golden.npz", self.manifest["files"])
+        data = self._files.checked("golden.npz", self.manifest["files"].get("golden.npz"))
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as file:
                 golden = {name: file[name] for name in file.files}
             return self._replay(golden)
         except (AttributeError, EOFError, LookupError, TypeError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{self.folder / 'golden.npz'} is damaged: {error!r}") from error
+            raise ValueError(f"{self._files.where / 'golden.npz'} is damaged: {error!r}") from error
 
     def _replay(self, golden: Mapping[str, Any]) -> float:
         if str(golden["contract_hash"]) != self.manifest["contract_hash"]:
-            raise ValueError(f"{self.folder / 'golden.npz'} belongs to another contract")
+            raise ValueError(f"{self._files.where / 'golden.npz'} belongs to another contract")
         if not len(golden["kind"]):
-            raise ValueError(f"{self.folder / 'golden.npz'} holds no row")
+            raise ValueError(f"{self._files.where / 'golden.npz'} holds no row")
         worst = 0.0
         for row in range(len(golden["kind"])):
             found = self.run_row([golden[f"in/{p['key']}"][row] for p in self._graph.inputs])
@@ -922,7 +965,7 @@ class Policy:
         error = np.abs(found.reshape(wanted.shape).astype(np.float64) - wanted).max(initial=0.0)
         error = float(error) / (size if wanted.dtype.kind == "f" else 1.0)
         if not error <= self.manifest["tolerance"]:
-            raise ValueError(f"{self.folder}: {key!r} is off by {error:.2e} of its scale on golden {where}; "
+            raise ValueError(f"{self._files.where}: {key!r} is off by {error:.2e} of its scale on golden {where}; "
                              f"{self.manifest['tolerance']:.0e} is allowed")  # fmt: skip
         return error
 
@@ -968,8 +1011,9 @@ class Policy:
             if x.dtype.kind != "f":  # as in C
                 continue
             for bound, sign in (("low", 1), ("high", -1)):
-                if term[bound] is not None and (sign * x < sign * np.asarray(term[bound], x.dtype)).any():
-                    status |= OUT_OF_RANGE
+                if term[bound] is not None:  # null for an entry without: NaN, which nothing is below
+                    limit = np.array([math.nan if v is None else v for v in term[bound]], x.dtype)
+                    status |= OUT_OF_RANGE if (sign * x < sign * limit).any() else 0
         return status
 
 

@@ -30,16 +30,19 @@ from graphrl.compiler.bundle.checks import (
     fingerprint,
     run_checks,
 )
+from graphrl.compiler.bundle.closed_loop import Drive, play
+from graphrl.compiler.bundle.closed_loop import closed_loop as run_closed_loop
 from graphrl.compiler.bundle.contract import Contract
 from graphrl.compiler.bundle.contract_text import contract_text
 from graphrl.compiler.bundle.cpp_text import write_cpp
-from graphrl.compiler.bundle.files import dump_json, dump_npz, hash_files, sha256, whole_folder
+from graphrl.compiler.bundle.files import dump_json, dump_npz, hash_files, sealed, sha256, whole_folder
 from graphrl.compiler.bundle.golden import make_golden
 from graphrl.compiler.bundle.graph_json import program_to_json
 from graphrl.compiler.bundle.load import SCHEMA_VERSION, Bundle, load
 from graphrl.compiler.bundle.names import check_prefix
-from graphrl.compiler.bundle.parity import measure
+from graphrl.compiler.bundle.parity import Carried, Run, measure
 from graphrl.compiler.bundle.ports import check_ports
+from graphrl.compiler.bundle.recorded import Recording, read_recording, with_ranges
 from graphrl.compiler.bundle.runners import RUNNERS, why_not_here
 from graphrl.compiler.bundle.state import acting_graph
 from graphrl.compiler.passes.pipeline import run_passes
@@ -71,6 +74,8 @@ def export(
     action_key: Key = "action",
     waive: Sequence[str] = (),
     overwrite: bool = False,
+    data: Any = None,
+    closed_loop: Drive | None = None,
 ) -> Bundle:
     """Write ``policy`` as a bundle for a robot: C99, ONNX, numpy runtime, weights, contract, golden vectors, parity.
 
@@ -80,8 +85,10 @@ def export(
     contract: what the robot must know; checked against the policy. Without one, all its fields are null.
     prefix: start of the C names. waive: names of checks (``checks.CHECKS``) whose failure the manifest records instead
     of stopping. The bundle, a folder or one file ``.zip``, appears whole or not at all; ``overwrite`` replaces one only
-    once the new one is verified. The same policy, example and contract give the same bytes (``pt2`` apart: torch
-    numbers each package anew).
+    once the new one is verified. data: recorded observations, by key [T, ...] or as a TensorDict [episodes, T]: golden
+    rows and sequence, the size of a standard deviation, and bounds of declared observations without any. closed_loop:
+    runs episodes with a player and gives their returns (``graphrl.envs.closed_loop``); what the policy sees there is
+    the data where none are given. The same input gives the same bytes (``pt2`` apart: torch numbers each package anew).
 
     Raises :class:`BundleError` with the reason: a missing action, weights that are not finite, sampling or a buffer
     that changes, an operation without C, ONNX or numpy form, parity beyond 1e-5 of the action's scale, an unwritable
@@ -90,32 +97,48 @@ def export(
     targets = _check_targets(targets)
     check_prefix(prefix)
     check_waivers(waive)
-    target = Path(path)
-    contract = contract or Contract()
-    graph, contract, starts = acting_graph(policy, normalize_key(action_key), contract)
+    graph, contract, starts = acting_graph(policy, normalize_key(action_key), contract or Contract())
     rows = _rows(example, graph, starts)
     before = fingerprint(graph)
     with _acting(policy, graph):
         live = run_passes(trace(graph, rows[0]))
         check_ports(live, contract, targets)
         _check_program(live)
-        inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
-        golden = make_golden(live, inputs, contract.recurrent or ())
-        ports = {"contract": contract.as_dict(), **program_to_json(live)}
         run = _eager(graph, rows[0], live)
-        eager = measure(golden.arrays(live), ports, run)
+        recorded, returns = _recorded(data, closed_loop, run, live, contract)
+        contract = contract if recorded is None else with_ranges(contract, recorded)
+        inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
+        golden = make_golden(live, inputs, contract.recurrent or (), recorded)
+        ports = {"contract": contract.as_dict(), **program_to_json(live)}
         subject = Subject(
             contract, normalize_key(action_key), graph, before, live, golden, run, TOLERANCE, targets,
-            parity={"eager": eager},
+            parity={"eager": measure(golden.arrays(live), ports, run)}, recorded=recorded,
         )  # fmt: skip
         run_checks(subject, PROGRAM_CHECKS, waive)
     deployed = run_passes(live, deploy=True)
-    with whole_folder(target, overwrite=overwrite) as folder:
+    with whole_folder(Path(path), overwrite=overwrite) as folder:
         _write(folder, subject, deployed, prefix)
         run_checks(subject, RUNTIME_CHECKS, waive)
+        if closed_loop is not None:
+            subject.closed_loop = run_closed_loop(subject, closed_loop, returns)
         _finish(subject)
         run_checks(subject, FILE_CHECKS, waive)
-    return load(target)
+    return load(path)
+
+
+def _recorded(
+    data: Any, drive: Drive | None, run: Run, live: Program, contract: Contract
+) -> tuple[Recording | None, list[float]]:
+    """What was recorded, or else what the eager policy sees in its environment; and its returns there."""
+    ports: dict[str, Any] = {"contract": contract.as_dict(), **program_to_json(live)}
+    returns: list[float] = []
+    carried = {s.key for s in contract.recurrent or ()}
+    if drive is not None:
+        asked = [given for given, p in zip(ports["inputs"], live.inputs, strict=True) if p.key not in carried]
+        seat, returns = play(drive, Carried(ports, run), asked, typed=False)
+        data = seat.recording() if data is None else data
+    reads = [p.key for p in live.inputs if p.key not in carried]
+    return None if data is None else read_recording(data, reads), returns
 
 
 def _check_targets(targets: Sequence[str]) -> list[str]:
@@ -250,7 +273,7 @@ def _write(folder: Path, subject: Subject, deployed: Program, prefix: str) -> No
         (folder / "runtime.py").write_bytes((Path(__file__).parent / "runtime.py").read_bytes())
     said = subject.manifest
     subject.folder, subject.manifest = folder, {**_manifest(live, who, targets, interface), **said}
-    (folder / "manifest.json").write_text(dump_json(subject.manifest))
+    (folder / "manifest.json").write_text(dump_json(sealed(subject.manifest)))
     if "pt2" in targets:
         write_cpp(folder / "cpp", subject.manifest, arrays)
     here = [t for t in targets if why_not_here(t, subject.manifest) is None]
@@ -271,6 +294,7 @@ def _finish(subject: Subject) -> None:
         "max_relative_error": {name: p.relative for name, p in parity.items()},
         "max_absolute_error": {name: p.absolute for name, p in parity.items()},
         "sequence_relative_error": {name: p.sequence for name, p in parity.items()},
+        "closed_loop": subject.closed_loop,
     }
     report = {"contract_hash": manifest["contract_hash"], "reference": "eager in float64", **summary}
     manifest["reports"] = {"parity": summary}
@@ -279,7 +303,7 @@ def _finish(subject: Subject) -> None:
     (folder / "reports" / "contract.md").write_text(contract_text(manifest))
     manifest["checks"]["files"] = "passed"  # comes next; where it does not pass, there is no bundle
     manifest["files"] = hash_files(folder)
-    (folder / "manifest.json").write_text(dump_json(manifest))
+    (folder / "manifest.json").write_text(dump_json(sealed(manifest)))
 
 
 def _text_array(text: str) -> Any:

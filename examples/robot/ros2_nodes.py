@@ -73,7 +73,11 @@ def ros2_files(manifest: dict[str, Any]) -> dict[str, str]:
     """The text of each file by its name."""
     observations, action = ports_of(manifest)
     contract = manifest["contract"]
-    bounds = contract["action"] or {"low": None, "high": None}
+    stated = contract["action"] or {"low": None, "high": None}
+    bounds = {
+        bound: stated[bound] and [far if v is None else v for v in stated[bound]]
+        for bound, far in (("low", -math.inf), ("high", math.inf))
+    }
     marks = {
         "hash": manifest["contract_hash"],
         "prefix": manifest["c"]["prefix"],
@@ -136,7 +140,7 @@ def _clamps(action: Port, bounds: dict[str, Any]) -> str:
     for i in range(action.size):
         entry = f"command_.{action.member}[{i}]"
         for bound, function in (("low", "max"), ("high", "min")):
-            if bounds[bound] is not None:
+            if bounds[bound] is not None and math.isfinite(bounds[bound][i]):
                 lines.append(f"    {entry} = std::{function}({entry}, static_cast<float>({bounds[bound][i]!r}));")
     return "\n".join(lines)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -30,8 +31,8 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code: 0, 1 where ``diff`` or ``replay`` finds a difference, 2 for an error of
-    the user's making, 130 after Ctrl-C.
+    """Run a subcommand; returns the exit code: 0, 1 where ``diff`` or ``replay`` finds a difference or a check of
+    ``export`` fails, 2 for an error of the user's making, 130 after Ctrl-C.
 
     ``--debug`` anywhere lets the error through with its traceback.
     """
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (GraphRLError, OSError) as error:
         if debug:
             raise
-        return _fail(" ".join(str(error).split()).replace("overwrite=True", "--overwrite"))
+        message = re.sub(r"waive=\('(\w+)',\)", r"--waive \1", " ".join(str(error).split()))
+        return _fail(message.replace("overwrite=True", "--overwrite"), 1 if message.startswith("check '") else 2)
 
 
 def usage() -> str:
@@ -79,6 +81,6 @@ def usage() -> str:
     )
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, status: int = 2) -> int:
     print(f"error: {message}", file=sys.stderr)
-    return 2
+    return status

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from graphrl.compiler.bundle.contract_text import closed_loop_text
+
 __all__ = ["export_run", "run"]
+
+SEED = 1_000_000
+"""Of the first episode in closed loop: far from the seeds that training uses."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,12 @@ class Export:
     targets: tuple[str, ...] = ("c99", "onnx", "numpy")
     """Also "pt2", an AOTInductor package: takes tens of seconds, and runs on this kind of CPU with this torch; and
     "executorch", where its extra is installed."""
+    contract: str | None = None
+    """File, .json or .toml, with fields of the contract that the environment does not tell, or tells otherwise."""
     rate_hz: float | None = None
     """Control steps a second, where the environment does not tell."""
+    episodes: int = 5
+    """Episodes in the environment, of the bundle beside the eager policy; 0 for none."""
     waive: tuple[str, ...] = ()
     """Checks whose failure the manifest records instead of stopping the export."""
     overwrite: bool = False
@@ -38,12 +46,17 @@ def run(arguments: list[str]) -> None:
         options.checkpoint,
         options.out,
         options.targets,
+        contract_file=options.contract,
         rate_hz=options.rate_hz,
+        episodes=options.episodes,
         waive=options.waive,
         overwrite=options.overwrite,
     )
     parity = ", ".join(f"{name} {error:.1e}" for name, error in bundle.parity.items())
     print(f"{bundle.source}: {', '.join(bundle.manifest['targets'])}; largest error against float64: {parity}")
+    loop = bundle.manifest["reports"]["parity"]["closed_loop"]
+    if loop is not None:
+        print(f"{options.episodes} episodes: {closed_loop_text(loop)}")
 
 
 def export_run(
@@ -51,67 +64,29 @@ def export_run(
     out: Path | str,
     targets: tuple[str, ...] = ("c99", "onnx", "numpy"),
     *,
+    contract_file: Path | str | None = None,
     rate_hz: float | None = None,
+    episodes: int = 5,
     waive: tuple[str, ...] = (),
     overwrite: bool = False,
 ) -> Any:
-    """The policy of a run as a bundle; its contract says what the environment knows: rate, action bounds.
+    """The policy of a run as a bundle; its contract says what environment and policy know, and what a file adds.
 
-    Raises :class:`CheckpointError`, :class:`BundleError`.
+    episodes: run in the environment with the bundle and with the eager policy, seeds :data:`SEED` and on; what the
+    policy sees there are the recorded data of the bundle. Raises :class:`CheckpointError`, :class:`BundleError`.
     """
     from graphrl.compiler.bundle import export
-    from graphrl.envs import GymEnv
+    from graphrl.compiler.bundle.contract_file import merge_contract, read_contract_file
+    from graphrl.envs import GymEnv, closed_loop, contract_from_env
     from graphrl.training.trainer import load_policy
 
     policy, config = load_policy(checkpoint)
     with GymEnv(config.env.id, num_envs=16, seed=config.env.seed) as env:
         example = env.reset()
-        contract = contract_of(env, config, policy)
-        contract = contract if rate_hz is None else replace(contract, rate_hz=rate_hz)
-    return export(policy, out, example, targets=targets, contract=contract, waive=waive, overwrite=overwrite)
-
-
-def contract_of(env: Any, config: Any, policy: Any) -> Any:
-    """What an environment and a trained policy tell a robot; the rest stays null."""
-    from graphrl.compiler.bundle import Contract, ObservationTerm
-
-    start, terms = 0, []
-    for key in policy.in_keys:
-        shape = tuple(env.observation_spec[key].shape[1:])
-        stop = start + math.prod(shape)
-        terms.append(ObservationTerm(key=key, shape=shape, normalizer=normalizer_of(policy, start, stop)))
-        start = stop
-    action, note = action_of(env.action_spec)
-    return Contract(
-        rate_hz=env.rate_hz,
-        observations=tuple(terms),
-        action=action,
-        notes=f"trained on {config.env.id}; {note}",
+        contract = contract_from_env(env, policy)
+    contract = contract if contract_file is None else merge_contract(contract, read_contract_file(contract_file))
+    contract = contract if rate_hz is None else replace(contract, rate_hz=rate_hz)
+    drive = closed_loop(config.env.id, episodes, SEED) if episodes else None
+    return export(
+        policy, out, example, targets=targets, contract=contract, waive=waive, overwrite=overwrite, closed_loop=drive
     )
-
-
-def normalizer_of(policy: Any, start: int, stop: int) -> Any:
-    """The statistics of entries ``start`` to ``stop`` of what the policy's normaliser reads."""
-    from graphrl.compiler.bundle import Normalizer
-    from graphrl.models import RunningNorm
-
-    norm = next((m for m in policy.modules() if isinstance(m, RunningNorm)), None)
-    if norm is None:
-        return Normalizer(where="none")
-    mean, std = norm.mean[start:stop], (norm.var[start:stop] + norm.eps).sqrt()
-    return Normalizer("inside", tuple(mean.tolist()), tuple(std.tolist()), norm.eps)
-
-
-def action_of(spec: Any) -> tuple[Any, str]:
-    """The action's names and bounds, and what the robot must do with it."""
-    from graphrl.compiler.bundle import ActionContract
-    from graphrl.specs import Bounded, Categorical
-
-    if isinstance(spec, Categorical):
-        bounds: dict[str, Any] = {"low": (0.0,), "high": (float(spec.n - 1),), "inside": ()}
-        return ActionContract(names=("action_0",), **bounds), f"the action is one of {spec.n} choices, counted from 0"
-    names = tuple(f"action_{i}" for i in range(spec.shape[-1]))
-    if not isinstance(spec, Bounded):
-        return ActionContract(names=names), "the action has no bounds"
-    low, high = tuple(spec.low[0].tolist()), tuple(spec.high[0].tolist())
-    return ActionContract(names=names, low=low, high=high, inside=()), "clip the action to its bounds before use"

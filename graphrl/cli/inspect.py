@@ -77,6 +77,10 @@ def _parity(bundle: Any) -> Any:
         figures = [parity[column].get(name) for column in
                    ("max_relative_error", "max_absolute_error", "sequence_relative_error")]  # fmt: skip
         table.add_row(name, *("" if f is None else f"{f:.1e}" for f in figures))
+    if parity.get("closed_loop"):
+        from graphrl.compiler.bundle.contract_text import closed_loop_text
+
+        table.caption = f"in its environment: {closed_loop_text(parity['closed_loop'])}"
     return table
 
 

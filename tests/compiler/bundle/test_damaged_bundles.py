@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from graphrl import KeyedGraph
 from graphrl.compiler.bundle import CPolicy, export, load, verify
 from graphrl.compiler.bundle.diff import diff
-from graphrl.compiler.bundle.files import hash_files, whole_folder
+from graphrl.compiler.bundle.files import hash_files, sealed, whole_folder
 from graphrl.compiler.bundle.replay import replay
 from graphrl.compiler.bundle.runtime import Policy
 from graphrl.errors import BundleError
@@ -41,13 +41,14 @@ def rehash(folder: Path) -> None:
     manifest["files"] = hash_files(folder)
     manifest["program_hash"] = manifest["files"]["graph.json"]
     manifest["weight_hash"] = manifest["files"]["weights.safetensors"]
-    file.write_text(json.dumps(manifest))
+    file.write_text(json.dumps(sealed(manifest)))
 
 
 def edit(file: Path, change: Callable[[Any], Any]) -> None:
     data = json.loads(file.read_text())
     changed = change(data)
-    file.write_text(json.dumps(data if changed is None else changed))
+    data = data if changed is None else changed
+    file.write_text(json.dumps(sealed(data) if file.name == "manifest.json" else data))
 
 
 @pytest.mark.parametrize("value", [None, 3, "x", [], {}, [1], {"a": 1}])
@@ -64,9 +65,9 @@ def test_every_field_of_a_manifest_has_its_kind(value: Any, copy: Path) -> None:
             with pytest.raises(ValueError, match=r"manifest\.json|was changed"):
                 Policy.load(copy)
         file.write_text(whole)
-    edit(file, lambda m: m["c"]["inputs"][0].update(shape=value))
-    with pytest.raises(ValueError, match="damaged|struct|reshape|broadcast"):
-        CPolicy(copy)([0.0, 0.0, 0.0])
+    file.write_text(whole.replace('"c_type": "float"', '"c_type": "double"'))
+    with pytest.raises(ValueError, match="was changed: it is not the one its manifest_hash"):
+        CPolicy(copy)
 
 
 GRAPHS: list[Callable[[Any], Any]] = [

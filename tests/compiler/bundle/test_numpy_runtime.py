@@ -20,7 +20,7 @@ from small_gru import CONTRACT, START, gru
 from tensordict import TensorDict
 
 from graphrl.compiler.bundle import Bundle, Contract, export, runtime, verify
-from graphrl.compiler.bundle.files import dump_json, hash_files, sha256
+from graphrl.compiler.bundle.files import dump_json, hash_files, sealed, sha256
 from graphrl.compiler.bundle.graph_json import program_to_json
 from graphrl.compiler.bundle.runtime import Policy, read_safetensors
 from graphrl.compiler.passes.pipeline import run_passes
@@ -71,7 +71,7 @@ def rehash(folder: Path, **changes: Any) -> None:
     for key, file in (("program_hash", "graph.json"), ("weight_hash", "weights.safetensors")):
         manifest[key] = sha256((folder / file).read_bytes())
     manifest.update(files=hash_files(folder), **changes)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_files_of_another_bundle_are_refused(copy: Path, tmp_path: Path) -> None
     with pytest.raises(ValueError, match="golden.npz belongs to another contract"):
         Policy.load(copy).selftest()
     rehash(copy, schema_version=1)
-    with pytest.raises(ValueError, match="schema version 1, this runtime reads 2"):
+    with pytest.raises(ValueError, match="schema version 1, this runtime reads 3"):
         Policy.load(copy)
     with pytest.raises(ValueError, match="is no bundle"):
         Policy.load(tmp_path)

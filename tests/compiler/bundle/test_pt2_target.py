@@ -18,7 +18,7 @@ from small_gru import CONTRACT, START, gru
 from graphrl.compiler.backends import aot
 from graphrl.compiler.bundle import Bundle, export, load, verify
 from graphrl.compiler.bundle.diff import diff
-from graphrl.compiler.bundle.files import dump_zip, hash_files
+from graphrl.compiler.bundle.files import dump_zip, hash_files, sealed
 from graphrl.compiler.bundle.replay import replay
 from graphrl.errors import BundleError
 
@@ -129,6 +129,6 @@ def refused(folder: Path, message: str) -> None:
     """Even with the hashes of a manifest that was written for it."""
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"] = hash_files(folder)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
     with pytest.raises(BundleError, match=message):
         verify(folder)
