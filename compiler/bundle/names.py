@@ -13,8 +13,14 @@ __all__ = ["c_name", "c_names", "check_prefix"]
 _RESERVED = frozenset(
     "auto break case char const continue default do double else enum extern float for goto if inline int long register "
     "restrict return short signed sizeof static struct switch typedef union unsigned void volatile while "
-    "bool true false NULL".split()
+    "bool true false NULL "
+    "alignas alignof and and_eq asm bitand bitor catch char8_t char16_t char32_t class compl concept const_cast "
+    "consteval constexpr constinit co_await co_return co_yield decltype delete dynamic_cast explicit export friend "
+    "mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public reinterpret_cast "
+    "requires static_assert static_cast template this thread_local throw try typeid typename using virtual wchar_t "
+    "xor xor_eq".split()
 )
+"""Words of C and, since the header may be included there, of C++."""
 
 
 def c_name(key: Key) -> str:
