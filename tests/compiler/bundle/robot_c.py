@@ -17,7 +17,7 @@ from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.trace import trace
 
 STRICT = "-std=c99 -Wall -Wextra -Werror -pedantic -Wconversion -Wdouble-promotion".split()
-SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZERS = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def write_robot_c(folder: Path, shrink: int = 16, names: Sequence[str] = tuple(POLICIES)) -> dict[str, Path]:

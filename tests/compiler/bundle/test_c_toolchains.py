@@ -101,7 +101,9 @@ def test_a_step_takes_no_more_stack_than_is_reported(
     assert found.keys() == sources.keys()
     for name, file in objects.items():
         reported = stack_at_most(file.with_suffix(".su"), name)
-        assert reported is not None and reported / 4 < found[name] <= reported + 64, name  # 64: its caller, sqrtf, memset
+        assert reported is not None and reported / 4 < found[name] <= reported + 64, (
+            name
+        )  # 64: its caller, sqrtf, memset
 
 
 def test_stack_that_grows_at_run_time_is_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
