@@ -90,8 +90,8 @@ def test_a_step_takes_no_more_stack_than_is_reported(
 ) -> None:
     lines = [PAINT, *(f'#include "{name}.h"' for name in sources)]
     for name in sources:
-        lines += [f"static {name}_state {name}_st; static {name}_obs {name}_in; static {name}_command {name}_out;",
-                  f"static void {name}_once(void) {{ (void){name}_step(&{name}_st, &{name}_in, &{name}_out); }}"]  # fmt: skip
+        lines.append(f"static {name}_state {name}_st; static {name}_obs {name}_in; static {name}_command {name}_out;")
+        lines.append(f"static void {name}_once(void) {{ (void){name}_step(&{name}_st, &{name}_in, &{name}_out); }}")
     calls = [f'    printf("{name} %zu\\n", used({name}_once) - used(nothing));' for name in sources]
     (tmp_path / "paint.c").write_text("\n".join([*lines, "int main(void)", "{", *calls, "    return 0;", "}", ""]))
     program = tmp_path / "paint"
@@ -124,9 +124,9 @@ def test_headers_are_cplusplus_too(sources: dict[str, Path], objects: dict[str, 
     compiler = needs("g++", "g++")
     lines = [*(f'#include "{name}.h"' for name in sources), "#include <cstring>", "int main() {"]
     for name in sources:
-        lines += [f"    static {name}_state {name}; {name}_init(&{name});",
-                  f"    if ({name}_state_size() != sizeof {name}) return 1;",
-                  f"    if (std::strcmp({name}_contract_hash(), {name.upper()}_CONTRACT_HASH) != 0) return 2;"]  # fmt: skip
+        lines.append(f"    static {name}_state {name}; {name}_init(&{name});")
+        lines.append(f"    if ({name}_state_size() != sizeof {name}) return 1;")
+        lines.append(f"    if (std::strcmp({name}_contract_hash(), {name.upper()}_CONTRACT_HASH) != 0) return 2;")
     (tmp_path / "use.cpp").write_text("\n".join([*lines, "    return 0;", "}", ""]))
     flags = "-std=c++11 -Wall -Wextra -Werror -pedantic".split()
     run(compiler, *flags, *includes(sources), tmp_path / "use.cpp", *objects.values(), "-lm", "-o", tmp_path / "use")
