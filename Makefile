@@ -6,9 +6,11 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export GRAPHRL_CACHE_DIR ?= $(CURDIR)/.cache/graphrl
 
-.PHONY: demo test check bench clean
+.PHONY: demo ready test check bench clean
 demo: $(READY)
 	graphrl demo
+
+ready: $(READY)
 
 test: $(READY)
 	python -m pytest -n auto --dist worksteal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import subprocess
 import tempfile
@@ -13,7 +14,7 @@ from typing import Any
 from graphrl.compiler.bundle.c_policy import find_compiler
 from graphrl.errors import BundleError
 
-__all__ = ["CBench", "Latency", "c_memory", "measure_c"]
+__all__ = ["CBench", "Latency", "c_memory", "measure_c", "stack_at_most"]
 
 COUNTED = ("malloc", "calloc", "realloc")
 FLAGS = ("-O3", "-march=native")
@@ -77,8 +78,8 @@ def measure_c(
 def c_memory(bundle: Path, interface: dict[str, Any], flags: Sequence[str] = ("-O3",)) -> dict[str, int | None]:
     """Bytes of weights, scratch and state, of stack and of machine code, compiled here with ``flags``.
 
-    stack: of every function together, by ``-fstack-usage``, which no chain of calls can exceed without recursion. Code
-    and constants by ``size``; ``None`` where compiler or tool does not tell.
+    stack_at_most: of a step, see :func:`stack_at_most`. Code and constants by ``size``; ``None`` where compiler or tool
+    does not tell.
     """
     prefix = interface["prefix"]
     with tempfile.TemporaryDirectory() as temporary:
@@ -86,8 +87,7 @@ def c_memory(bundle: Path, interface: dict[str, Any], flags: Sequence[str] = ("-
         source = ["-c", str(bundle / "c" / f"{prefix}.c"), "-o", str(target)]
         if _compiles([*flags, "-fstack-usage", *source]) and (problem := _compiles([*flags, *source])):
             raise BundleError(f"{prefix}.c does not compile: {problem}")
-        usage = target.with_suffix(".su")
-        stack = sum(int(line.split("\t")[1]) for line in usage.read_text().splitlines()) if usage.is_file() else None
+        stack = stack_at_most(target.with_suffix(".su"), prefix)
         sections = _sections(target)
     members = {m["name"]: m for m in (*interface["inputs"], *interface["outputs"]) if m["place"] == "state"}
     sizes = {"float": 4, "int32_t": 4, "int64_t": 8, "unsigned char": 1}
@@ -99,6 +99,22 @@ def c_memory(bundle: Path, interface: dict[str, Any], flags: Sequence[str] = ("-
         "code": sections.get(".text"),
         "constants": sum(n for name, n in sections.items() if name.startswith(".rodata")) if sections else None,
     }
+
+
+def stack_at_most(usage: Path, prefix: str) -> int | None:
+    """Bytes of stack of a step, from what ``-fstack-usage`` wrote; ``None`` where that is missing or not a constant.
+
+    Every function but the other entry points together: no chain of calls can exceed that without recursion. On x86-64
+    the 128 bytes below the stack pointer, which a function may use without taking them, are added.
+    """
+    if not usage.is_file():
+        return None
+    others = {f"{prefix}_{name}" for name in ("state_size", "init", "reset", "contract_hash")}
+    functions = [line.split("\t") for line in usage.read_text().splitlines()]
+    if any(kind == "dynamic" for _, _, kind in functions):  # "dynamic,bounded" is a constant too
+        return None
+    red_zone = 128 if platform.machine() in ("x86_64", "AMD64") else 0
+    return sum(int(size) for name, size, _ in functions if name.split(":")[-1] not in others) + red_zone
 
 
 def _sections(file: Path) -> dict[str, int]:

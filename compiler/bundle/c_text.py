@@ -20,6 +20,13 @@ from graphrl.keys import Key, encode_key
 __all__ = ["CFiles", "Member", "write_c"]
 
 TEMPLATES = ("selftest.c", "bench.c", "CMakeLists.txt")
+_IEEE = """\
+/* Rounding by a large constant, NaN and the order of sums are relied upon. */
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(_M_FP_FAST) || \\
+    (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__ > 0)
+#error "compile without -ffast-math, -Ofast, /fp:fast: actions and status would be wrong; loops vectorise without it"
+#endif
+"""
 GOLDEN_NUMBERS = 20_000
 """The golden header holds at most this many numbers; golden.npz holds all."""
 
@@ -105,11 +112,9 @@ def _members(program: Program, contract: Contract) -> tuple[tuple[Member, ...], 
 
 
 def _struct(name: str, members: Sequence[Member], first: Sequence[str] = ()) -> list[str]:
-    lines = [
-        f"    {m.c_type} {m.name}[{max(m.size, 1)}]; "
-        f"/* {encode_key(m.key).replace('*/', '* /')} {list(m.shape)} */"  # a key must not close its comment
-        for m in members
-    ]
+    said = [encode_key(m.key).replace("*/", "* /").replace("/*", "/ *") for m in members]  # it stands in a comment
+    lines = [f"    {m.c_type} {m.name}[{max(m.size, 1)}]; /* {key} {list(m.shape)} */"
+             for m, key in zip(members, said, strict=True)]  # fmt: skip
     return ["typedef struct {", *[f"    {f}" for f in first], *lines, f"}} {name};"]
 
 
@@ -123,7 +128,8 @@ def _header(
     rate = contract.rate_hz
     return "\n".join(
         [
-            f"/* A policy in C99: no heap, recursion or global state; {generated.weight_bytes} bytes of constants. */",
+            f"/* A policy in C99: no heap, recursion or global state; {generated.weight_bytes} bytes of constants.",
+            "   -ffast-math is not needed to be fast, and is refused: the numbers would be wrong. */",
             f"#ifndef {up}_H",
             f"#define {up}_H",
             "",
@@ -147,12 +153,18 @@ def _header(
             "/* Owned by the caller; any number of instances may run interleaved. */",
             *_struct(f"{prefix}_state", state, ["uint32_t steps; /* since the last reset */"]),
             "",
+            "#ifdef __cplusplus",
+            'extern "C" {',
+            "#endif",
             f"size_t {prefix}_state_size(void);",
             f"void {prefix}_init({prefix}_state *st);",
             f"void {prefix}_reset({prefix}_state *st); /* start of an episode */",
             f"uint32_t {prefix}_step({prefix}_state *st, const {prefix}_obs *obs, {prefix}_command *command);",
             f"const char *{prefix}_contract_hash(void);",
             f"int32_t {prefix}_selftest({prefix}_state *st); /* golden rows that fail; in selftest.c */",
+            "#ifdef __cplusplus",
+            "}",
+            "#endif",
             "",
             "#endif",
             "",
@@ -212,6 +224,7 @@ def _source(
             "",
             "#include <math.h>",
             "",
+            _IEEE,
             generated.code,
             *range_tables,
             *tables,

@@ -213,11 +213,11 @@ _SUM = """\
 static inline float k_sumf(const float *const x, const int n)
 {
     float s[8] = {0.0f};
-    int i = 0;
-    for (; i + 8 <= n; i += 8) {
+    const int whole = n - n % 8;
+    for (int i = 0; i < whole; i += 8) {
         for (int j = 0; j < 8; ++j) { s[j] += x[i + j]; }
     }
-    for (; i < n; ++i) { s[0] += x[i]; }
+    for (int i = whole; i < n; ++i) { s[0] += x[i]; }
     return ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
 }"""
 
@@ -226,14 +226,14 @@ _SUM_SQUARES = """\
 static inline float k_sum_squaresf(const float *const x, const float center, const int n)
 {
     float s[8] = {0.0f};
-    int i = 0;
-    for (; i + 8 <= n; i += 8) {
+    const int whole = n - n % 8;
+    for (int i = 0; i < whole; i += 8) {
         for (int j = 0; j < 8; ++j) {
             const float d = x[i + j] - center;
             s[j] += d * d;
         }
     }
-    for (; i < n; ++i) {
+    for (int i = whole; i < n; ++i) {
         const float d = x[i] - center;
         s[0] += d * d;
     }

@@ -91,6 +91,14 @@ def _over_rows(rows: View, count: int, body: list[str]) -> list[str]:
     return [f"for (int r = 0; r < {count}; ++r) {{" if count > 1 else "{", *indent(lines), "}"]
 
 
+def _target(out: View, count: int, n: int) -> tuple[str, list[str]]:
+    """The name that row ``r`` of ``out`` is written by, and the line that declares it.
+
+    One row goes by the buffer's own name: static analysers lose sight of what is written through a second one.
+    """
+    return ("y", [f"float *const y = {out.buffer.name} + r * {n};"]) if count > 1 else (out.buffer.name, [])
+
+
 def _reduce(emitter, node: fx.Node, source: View, dims: list[int], text: str, dtype: torch.dtype) -> View:  # type: ignore[no-untyped-def]
     rows, kept, n = _rows(emitter, source, dims)
     if n == 0:
@@ -117,21 +125,21 @@ def _along_row(emitter, node: fx.Node, name: str, source: View, dim: int) -> Vie
     rows, kept, n = _rows(emitter, source, [dim] if rank else [])
     count = math.prod(kept)
     out = emitter.new_value((*kept, n), torch.float32)
-    target = f"{out.buffer.name} + r * {n}" if count > 1 else out.buffer.name
+    y, head = _target(out, count, n)
     if name == "cumsum":
-        body = ["float s = 0.0f;", f"for (int i = 0; i < {n}; ++i) {{ s += x[i]; y[i] = s; }}"]
+        body = ["float s = 0.0f;", f"for (int i = 0; i < {n}; ++i) {{ s += x[i]; {y}[i] = s; }}"]
     else:
         body = [
             f"const float top = x[k_arg_maxf(x, {n})];",
-            f"for (int i = 0; i < {n}; ++i) {{ y[i] = k_expf(x[i] - top); }}",
-            f"const float s = k_sumf(y, {n});",
-            f"for (int i = 0; i < {n}; ++i) {{ y[i] = y[i] / s; }}"
+            f"for (int i = 0; i < {n}; ++i) {{ {y}[i] = k_expf(x[i] - top); }}",
+            f"const float s = k_sumf({y}, {n});",
+            f"for (int i = 0; i < {n}; ++i) {{ {y}[i] = {y}[i] / s; }}"
             if name == "_softmax"
-            else f"const float logs = k_logf(s);\nfor (int i = 0; i < {n}; ++i) {{ y[i] = (x[i] - top) - logs; }}",
+            else f"const float logs = k_logf(s);\nfor (int i = 0; i < {n}; ++i) {{ {y}[i] = (x[i] - top) - logs; }}",
         ]
         body = [line for text in body for line in text.split("\n")]
     if count and n:
-        lines = _over_rows(rows, count, [f"float *const y = {target};", *body])
+        lines = _over_rows(rows, count, [*head, *body])
         emitter.add_step(Step(lines, {rows.buffer}, {out.buffer}))
     if not rank:
         return out.reshape(())  # type: ignore[return-value]
@@ -159,12 +167,12 @@ def _layer_norm(emitter, node: fx.Node, source: View) -> tuple[View | None, ...]
             terms[1] += f"{sign}{view.buffer.name}[{index(view.offset, (1,), ('i',))}]"
     at = "r" if count > 1 else "0"
     epsilon = literal(args["eps"], torch.float32)
-    target = f"{out.buffer.name} + r * {n}" if count > 1 else out.buffer.name
+    y, head = _target(out, count, n)
     body = [
-        f"float *const y = {target};",
+        *head,
         f"const float mean = k_sumf(x, {n}) / {n}.0f;",
         f"const float scale = 1.0f / sqrtf(k_sum_squaresf(x, mean, {n}) / {n}.0f + {epsilon});",
-        f"for (int i = 0; i < {n}; ++i) {{ y[i] = {''.join(terms)}; }}",
+        f"for (int i = 0; i < {n}; ++i) {{ {y}[i] = {''.join(terms)}; }}",
         f"{mean.buffer.name}[{at}] = mean;",
         f"{scale.buffer.name}[{at}] = scale;",
     ]

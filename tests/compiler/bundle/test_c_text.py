@@ -37,3 +37,21 @@ def test_the_header_has_the_place_of_every_named_entry(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "target" not in (bundle.path / "c" / "policy.h").read_text().split("enum {")[1].split("}")[0]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_no_key_breaks_the_header_in_c_or_cplusplus(tmp_path: Path) -> None:
+    """A word of C++, and keys that would open or close a comment."""
+    keys = ["class", "a/*b", ("c", "*d"), "e*", ("f*", "g")]
+    graph = KeyedGraph((lambda *x: sum(x), keys, ["action"]))
+    data = TensorDict({key: torch.randn(2, 1) for key in keys}, batch_size=[2])
+    bundle = export(graph, tmp_path / "b", data, targets=("c99",))
+    use = ['#include "policy.h"', "float *f(policy_obs *o);", "float *f(policy_obs *o) { return o->class_; }", ""]
+    (tmp_path / "use.c").write_text("\n".join(use))
+    for compiler in (
+        [str(CC), *STRICT],
+        ["g++", "-x", "c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pedantic"],
+    ):
+        command = [*compiler, "-fsyntax-only", "-I", str(bundle.path / "c"), str(tmp_path / "use.c")]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
