@@ -1,4 +1,4 @@
-"""Every policy of ``robot_policies`` as a bundle: C, ONNX and numpy against float64, on rows and along a sequence."""
+"""Every robot policy as a bundle: C, ONNX and numpy against float64, on rows and along a sequence."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from robot_policies import POLICIES, make_policy
 
 import graphrl as grl
+from graphrl.bench.robot_policies import POLICIES, make_policy
 from graphrl.compiler.bundle import Bundle, Contract, CPolicy, RecurrentState
 from graphrl.compiler.bundle.c_policy import find_compiler
 
