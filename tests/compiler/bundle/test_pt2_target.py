@@ -11,14 +11,18 @@ import pytest
 import torch
 from small_gru import CONTRACT, START, gru
 
-from graphrl.compiler.bundle import export, verify
+from graphrl.compiler.bundle import Bundle, export, latency, verify
 from graphrl.compiler.bundle.files import hash_files
 from graphrl.errors import BundleError
 
 
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export(gru(), tmp_path_factory.mktemp("pt2") / "b", START, contract=CONTRACT, targets=("pt2",))
+
+
 @pytest.mark.slow
-def test_a_package_is_written_judged_and_bound_to_its_contract(tmp_path: Path) -> None:
-    bundle = export(gru(), tmp_path / "b", START, contract=CONTRACT, targets=("pt2",))
+def test_a_package_is_written_judged_and_bound_to_its_contract(bundle: Bundle, tmp_path: Path) -> None:
     assert bundle.manifest["pt2"]["torch"] == torch.__version__ and "differ" in bundle.manifest["pt2"]["bytes"]
     assert set(bundle.parity) == {"eager", "pt2"} and set(verify(bundle.path).errors) == {"pt2"}
     assert bundle.manifest["reports"]["parity"]["sequence_relative_error"]["pt2"] < 1e-6
@@ -37,6 +41,16 @@ def test_a_package_is_written_judged_and_bound_to_its_contract(tmp_path: Path) -
     refused(mixed, "model.pt2 belongs to another contract")
     (mixed / "model.pt2").write_bytes(b"PK")
     refused(mixed, "model.pt2 is damaged")
+
+
+@pytest.mark.slow
+def test_a_package_is_timed_and_its_allocations_are_counted(bundle: Bundle) -> None:
+    report = latency.bench_bundle(bundle, rate_hz=500, calls=50, seconds=0.01)
+    found = report["targets"]["pt2"]
+    assert found["hot"]["calls"] == 50 and 0 < found["hot"]["p50"] <= found["hot"]["max"] and found["threads"] >= 1
+    assert found["allocations_per_call"] > 10  # each tensor takes a few
+    size = latency.memory_report(bundle)["targets"]["pt2"]["file"]
+    assert size == (bundle.path / "model.pt2").stat().st_size
 
 
 def refused(folder: Path, message: str) -> None:
