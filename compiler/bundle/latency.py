@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -21,7 +21,7 @@ from graphrl.compiler.files import replace_file
 from graphrl.compiler.machine import cpu_name
 from graphrl.errors import BundleError
 
-__all__ = ["bench_bundle", "memory_report", "write_reports"]
+__all__ = ["bench_bundle", "memory_report", "wait_until", "write_reports"]
 
 SLACK_S = 2e-4
 """The last part of a wait is spent looking at the clock: a sleep may take so much longer than asked."""
@@ -76,7 +76,7 @@ def _in_python(bundle: Bundle, target: str, rate_hz: float, calls: int, paced: i
     warm_up = next((i for i, us in enumerate(hot) if us <= slow), 0)
     times, late, overruns, bias = _paced(player.step, row, rate_hz, paced)
     subnormal = [_timed(player.step, tiny) for _ in range(calls // 10 + 1)]
-    made = CBench(_latency(hot), _latency(subnormal), _latency(times), _latency(late), overruns, bias, None,
+    made = CBench(Latency.of(hot), Latency.of(subnormal), Latency.of(times), Latency.of(late), overruns, bias, None,
                   counts["threads_before"], counts["threads"])  # fmt: skip
     return _plain(made, counts["allocations_per_call"], warm_up)
 
@@ -89,9 +89,7 @@ def _paced(
     begin = last = time.perf_counter() + period
     for i in range(calls):
         due = begin + i * period  # absolute: a late step does not move the next one
-        while (left := due - time.perf_counter()) > 0:
-            if left > SLACK_S:
-                time.sleep(left - SLACK_S)
+        wait_until(due)
         last = time.perf_counter()
         times.append(_timed(step, row))
         late.append(1e6 * (last - due))
@@ -100,16 +98,17 @@ def _paced(
     return times, late, overruns, round(bias, 3)
 
 
+def wait_until(due: float) -> None:
+    """Return once ``time.perf_counter()`` is at ``due``: asleep, and at the end with an eye on the clock."""
+    while (left := due - time.perf_counter()) > 0:
+        if left > SLACK_S:
+            time.sleep(left - SLACK_S)
+
+
 def _timed(step: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any]) -> float:
     start = time.perf_counter()
     step(row)
     return 1e6 * (time.perf_counter() - start)
-
-
-def _latency(us: Sequence[float]) -> Latency:
-    ranked = sorted(us)
-    at = [ranked[len(ranked) * part // 1000] for part in (500, 990, 999)]
-    return Latency(len(ranked), *(round(v, 3) for v in (*at, ranked[-1])))
 
 
 def _host() -> dict[str, Any]:

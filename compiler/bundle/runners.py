@@ -14,7 +14,7 @@ from graphrl.compiler.bundle.parity import Carried, Player, Row, Run
 from graphrl.compiler.bundle.runtime import Policy
 from graphrl.errors import BundleError
 
-__all__ = ["RUNNERS", "CPlayer", "first_row", "make_player", "run_c_row", "why_not_here"]
+__all__ = ["RUNNERS", "CPlayer", "first_row", "make_player", "onnx_session", "run_c_row", "why_not_here"]
 
 
 def why_not_here(target: str) -> str | None:
@@ -78,16 +78,20 @@ def run_c_row(policy: CPolicy, inputs: Sequence[np.ndarray]) -> Row:
     ]
 
 
-def _onnx(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, None]:
+def onnx_session(folder: Path) -> Any:
+    """A bundle's ``model.onnx`` in ONNX Runtime, on one thread."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    file = str(folder / "model.onnx")
-    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
+
+
+def _onnx(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, None]:
+    session = onnx_session(folder)
     if session.get_modelmeta().custom_metadata_map.get("contract_hash") != manifest["contract_hash"]:
-        raise BundleError(f"{file} belongs to another contract")
+        raise BundleError(f"{folder / 'model.onnx'} belongs to another contract")
     kept = {i.name for i in session.get_inputs()}
     names = [p["key"] for p in manifest["inputs"]]
     outputs = [o.name for o in session.get_outputs()]
