@@ -223,9 +223,7 @@ def _built(
     subject: Subject, refused: dict[str, str]
 ) -> tuple[dict[str, Runtime], dict[str, float | None], dict[str, float]]:
     """Runtimes that work here, the seconds that building each took, and each one's largest error along the vectors."""
-    runtimes, seconds, errors = {}, {}, {}
-    with np.load(subject.bundle.path / "golden.npz", allow_pickle=False) as file:
-        golden = dict(file)
+    runtimes, seconds, errors, golden = {}, {}, {}, _golden(subject)
     for name, make in makers(subject).items():
         start = time.perf_counter()
         try:
@@ -239,6 +237,11 @@ def _built(
         found = runtime.run and measure(golden, subject.bundle.manifest, runtime.run).worst
         errors[name] = subject.bundle.parity["eager"] if found is None else found
     return runtimes, seconds, errors
+
+
+def _golden(subject: Subject) -> dict[str, np.ndarray]:
+    with np.load(subject.bundle.path / "golden.npz", allow_pickle=False) as file:
+        return dict(file)
 
 
 def _hot(runtimes: Mapping[str, Runtime], calls: int) -> dict[str, list[float]]:
@@ -255,7 +258,7 @@ def _hot(runtimes: Mapping[str, Runtime], calls: int) -> dict[str, list[float]]:
 
 
 def _paced(runtimes: Mapping[str, Runtime], rate_hz: float, seconds: float, sharing: int) -> dict[str, list[float]]:
-    """Microseconds of steps at the rate; ``sharing`` runtimes have a step in each period, with deadlines evenly apart."""
+    """Microseconds of steps at the rate; ``sharing`` runtimes step in each period, with deadlines evenly apart."""
     names, slots = list(runtimes), max(1, min(sharing, len(runtimes)))
     groups = [names[i : i + slots] for i in range(0, len(names), slots)]
     steps = max(1, round(rate_hz * max(seconds / len(groups), min(seconds, GROUP_S))))

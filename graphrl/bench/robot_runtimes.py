@@ -42,7 +42,8 @@ Call = Callable[..., Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Runtime:
-    """step: one step on the fixed observation. run: a row in the manifest's order, for parity; ``None``: known already.
+    """step: one step on the fixed observation; gives what the runtime gives. run: a row in the manifest's order, for
+    parity; ``None``: known already.
 
     times: microseconds of each of a number of steps, where something else than Python should look at the clock.
     """
@@ -190,10 +191,11 @@ void time_steps(step_function *step, void *state, const void *obs, void *command
 def _eager(subject: Subject) -> Runtime:
     graph, td, state = subject.policy.graph, subject.td, subject.policy.state
 
-    def step() -> None:
+    def step() -> TensorDict:
         graph(td)
         for key, following in state:
             td.set(key, td.get(following))
+        return td
 
     return Runtime(step)
 
@@ -241,10 +243,11 @@ def _of_tensors(subject: Subject, call: Call, reads: Sequence[str], writes: Sequ
     order, back = ([theirs.index(key) for key in ours] for ours, theirs in (
         (reads, subject.keys("inputs")), (subject.keys("outputs"), list(writes))))  # fmt: skip
 
-    def step() -> None:
+    def step() -> Sequence[Tensor]:
         found = call(*values)
         for i, j in pairs:
             values[i] = found[j]
+        return found
 
     def run(row: Sequence[np.ndarray]) -> Row:
         found = call(*(torch.from_numpy(np.array(row[i])) for i in order))
@@ -259,16 +262,17 @@ def _onnx(subject: Subject) -> Runtime:
     feed = {name: value for name, value in subject.named().items() if name in reads}
     pairs = [(key, writes.index(following)) for key, following in subject.state()]
 
-    def step() -> None:
-        found = session.run(writes, feed)
+    def step() -> Row:
+        found: Row = session.run(writes, feed)
         for key, j in pairs:
             feed[key] = found[j]
+        return found
 
     return Runtime(step, RUNNERS["onnx"](subject.bundle.path, subject.bundle.manifest)[0])
 
 
 def _bound_onnx(subject: Subject) -> Runtime:
-    """Everything in memory bound once; the state has two places, and each of two bindings reads one, writes the other."""
+    """All memory bound once. The state has two places: each of two bindings reads one and writes the other."""
     import onnxruntime
 
     session = onnx_session(subject.bundle.path)
@@ -289,10 +293,11 @@ def _bound_onnx(subject: Subject) -> Runtime:
             binding.bind_ortvalue_output(name, values[after[name]] if swapped else places[name])
     turn = 0
 
-    def step() -> None:
+    def step() -> Any:
         nonlocal turn
         session.run_with_iobinding(bindings[turn])
         turn ^= 1
+        return bindings[turn ^ 1]
 
     def run(row: Sequence[np.ndarray]) -> Row:
         for name, value in zip(subject.keys("inputs"), row, strict=True):
