@@ -184,8 +184,8 @@ def _policy_table(
     refused: dict[str, str] = {}
     subject, package_s = _bundles(policy, folder, options, refused)
     runtimes, seconds, errors = _built(subject, refused)
-    if "AOTInductor from Python" in seconds:
-        seconds["AOTInductor from Python"] += package_s
+    if (loading := seconds.get("AOTInductor from Python")) is not None:
+        seconds["AOTInductor from Python"] = loading + package_s
     hot = _hot(runtimes, calls)
     slowest = max(statistics.median(us) for us in hot.values())
     paced = _paced(runtimes, policy.rate_hz, paced_s, sharing=int(1e6 / policy.rate_hz / (4 * slowest)))
@@ -251,7 +251,7 @@ def _hot(runtimes: Mapping[str, Runtime], calls: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in runtimes}
     for _ in range(BLOCKS):
         for name, runtime in runtimes.items():
-            fitting = min(calls, int(1e6 * HOT_S / usual[name]))
+            fitting = min(calls, max(int(1e6 * HOT_S / usual[name]), BLOCKS))
             runtime.timed(warm_up)
             times[name] += runtime.timed(-(-fitting // BLOCKS))
     return times

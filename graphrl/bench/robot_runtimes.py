@@ -27,7 +27,7 @@ from graphrl.bench.robot_policies import Policy, make_policy
 from graphrl.compiler.bundle.allocations import allocations_per_call, counted
 from graphrl.compiler.bundle.c_policy import CPolicy, find_compiler
 from graphrl.compiler.bundle.load import Bundle, load
-from graphrl.compiler.bundle.parity import Row
+from graphrl.compiler.bundle.parity import Row, Run
 from graphrl.compiler.bundle.runners import RUNNERS, onnx_session, run_c_row
 from graphrl.compiler.compiled import compile
 from graphrl.errors import BundleError
@@ -49,7 +49,7 @@ class Runtime:
     """
 
     step: Callable[[], Any]
-    run: Callable[[Sequence[np.ndarray]], Row] | None = None
+    run: Run | None = None
     times: Callable[[int], list[float]] | None = None
 
     def timed(self, calls: int) -> list[float]:
