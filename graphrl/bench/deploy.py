@@ -101,7 +101,7 @@ class PolicyTable(TextTable):
     def cells(self) -> list[list[str]]:
         """A line a runtime."""
         lines = [["", *(f"{part} {p}" for part in ("hot", "paced") for p in ("p50", "p99", "p99.9", "calls")),
-                  "allocations", "build s", "error"]]  # fmt: skip
+                  "mallocs", "build s", "error"]]  # fmt: skip
         for m in self.found:
             times = [x for part in (m.hot, m.paced) for x in (*map(_us, (part.p50, part.p99, part.p999)),
                                                               f"{part.calls:,}")]  # fmt: skip
@@ -207,7 +207,7 @@ def _bundles(policy: Policy, folder: Path, options: BenchOptions, refused: dict[
     contract = Contract(rate_hz=policy.rate_hz, recurrent=recurrent or None)
     example = torch.cat([*policy.episode(4)])
     onnx = all(installed(package, options) for package in ("onnx", "onnxruntime"))
-    if not onnx:
+    if options.peers and not onnx:
         refused["ONNX Runtime"] = "onnx or onnxruntime is not installed: pip install 'graphrl[onnx]'"
     targets = ("c99", *(("onnx",) if onnx else ()), "numpy")
     bundle = export(policy.graph, folder / "bundle", example, targets=targets, contract=contract)

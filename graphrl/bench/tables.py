@@ -51,7 +51,8 @@ class TextTable(BenchmarkTable):
         from rich.table import Table
 
         header, *lines = self.cells()
-        table = Table(*header, title=self.title, caption=self.verdict())
+        table = Table(*header, title=self.title, caption=self.verdict(), padding=(0, 0, 0, 1))
+        table.columns[0].no_wrap = True
         for cells in lines:
             table.add_row(*cells)
         return table
