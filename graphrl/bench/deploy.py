@@ -156,7 +156,7 @@ class GoalsTable(TextTable):
 
 
 def suite(
-    options: BenchOptions, names: Sequence[str] = tuple(POLICIES), *, calls: int = 20_000, paced_s: float = 8.0,
+    options: BenchOptions, names: Sequence[str] = tuple(POLICIES), *, calls: int = 20_000, paced_s: float = 6.0,
     shrink: int = 1,
 ) -> Iterator[TextTable]:  # fmt: skip
     """Measure each policy, and yield its table as soon as it is done; two tables of all of them at the end.
