@@ -214,8 +214,8 @@ def _bundles(policy: Policy, folder: Path, options: BenchOptions, refused: dict[
     start, package = time.perf_counter(), None
     try:
         package = export(policy.graph, folder / "package", example, targets=("pt2",), contract=contract)
-    except GraphRLError as error:
-        refused["AOTInductor"] = str(error)
+    except Exception as error:  # as for every runtime that does not work here
+        refused["AOTInductor"] = _reason(error)
     return Subject(policy, bundle, package), time.perf_counter() - start
 
 
@@ -230,13 +230,17 @@ def _built(
             runtime = make()
             runtime.step()
         except Exception as error:  # one that does not work with this policy or machine has its reason in the table
-            refused[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            refused[name] = _reason(error)
             continue
         seconds[name] = time.perf_counter() - start if runtime.run is not None else None
         runtimes[name] = runtime
         found = runtime.run and measure(golden, subject.bundle.manifest, runtime.run).worst
         errors[name] = subject.bundle.parity["eager"] if found is None else found
     return runtimes, seconds, errors
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _golden(subject: Subject) -> dict[str, np.ndarray]:
