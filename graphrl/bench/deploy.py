@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -303,5 +302,7 @@ def _us(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def _count(value: Any) -> str:
-    return "not counted" if value is None else f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+def _count(value: float | None) -> str:
+    if value is None:
+        return "not counted"
+    return f"{value:,.0f}" if abs(value - round(value)) < 0.05 else f"{value:,.1f}"
