@@ -88,6 +88,7 @@ def example_arguments(program: Program) -> list[Tensor]:
 
 def as_inductor_sees_it(program: Program, arguments: Sequence[Tensor], mode: FakeTensorMode) -> fx.GraphModule:
     """The program in Inductor's own operations, with one row's products as sums; a ``copy_`` into state stays."""
+    from torch._inductor import lowering  # noqa: F401  the decomposition of pooling takes for granted that it is there
     from torch._inductor.decomposition import select_decomp_table
 
     # a copy_ epilogue must survive the second trace, so the module is traced as it is: it is already functional

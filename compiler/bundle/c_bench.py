@@ -30,6 +30,13 @@ class Latency:
     p999: float
     max: float
 
+    @classmethod
+    def of(cls, us: Sequence[float]) -> Latency:
+        """Of the times of single steps."""
+        ranked = sorted(us)
+        at = [ranked[len(ranked) * part // 1000] for part in (500, 990, 999)]
+        return cls(len(ranked), *(round(v, 3) for v in (*at, ranked[-1])))
+
 
 @dataclass(frozen=True)
 class CBench:

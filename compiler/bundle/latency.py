@@ -6,23 +6,22 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from graphrl.compiler.bundle.allocations import count_steps
 from graphrl.compiler.bundle.c_bench import FLAGS, CBench, Latency, c_memory, measure_c
 from graphrl.compiler.bundle.files import dump_json, dump_zip, hash_files, sealed
 from graphrl.compiler.bundle.load import Bundle
-from graphrl.compiler.bundle.parity import Carried
-from graphrl.compiler.bundle.runners import RUNNERS, why_not_here
+from graphrl.compiler.bundle.runners import first_row, make_player, why_not_here
 from graphrl.compiler.files import replace_file
 from graphrl.compiler.machine import cpu_name
 from graphrl.errors import BundleError
 
-__all__ = ["bench_bundle", "memory_report", "write_reports"]
+__all__ = ["bench_bundle", "memory_report", "wait_until", "write_reports"]
 
 SLACK_S = 2e-4
 """The last part of a wait is spent looking at the clock: a sleep may take so much longer than asked."""
@@ -32,9 +31,10 @@ def bench_bundle(bundle: Bundle, *, rate_hz: float, calls: int = 20_000, seconds
     """Latency of each target: ``calls`` steps on end, then ``seconds`` at ``rate_hz`` with absolute deadlines.
 
     C is its own process, built from the bundle's ``bench.c``; the others run here, the first golden row every time,
-    state carried. ``allocations`` are those of the C; ``None`` for runtimes that Python calls, where nobody counts
-    them. ``warm_up``: steps at the start that took more than ten times the median. ``subnormal``: all observations
-    1e-40. Raises :class:`BundleError` for a rate or number that is not positive.
+    state carried. Their allocations and threads are counted apart, in a process for each; Python's own small objects
+    are left out, and ``None`` is said where nothing can count (``allocations.py``). ``warm_up``: steps at the start
+    that took more than ten times the median. ``subnormal``: all observations 1e-40. Raises
+    :class:`BundleError` for a rate or number that is not positive.
     """
     for name, value in (("rate_hz", rate_hz), ("calls", calls), ("seconds", seconds)):
         if not value > 0:
@@ -47,9 +47,9 @@ def bench_bundle(bundle: Bundle, *, rate_hz: float, calls: int = 20_000, seconds
         elif target == "c99":
             prefix = manifest["c"]["prefix"]
             made = measure_c(bundle.path, prefix, calls=calls, rate_hz=rate_hz, paced_calls=paced)
-            found[target] = _plain(made)
+            found[target] = _plain(made, None if made.allocations is None else made.allocations / made.hot.calls)
         else:
-            found[target] = _plain(*_in_python(bundle, target, rate_hz, calls, paced))
+            found[target] = _in_python(bundle, target, rate_hz, calls, paced)
     return {
         "contract_hash": manifest["contract_hash"],
         "unit": "us",
@@ -60,29 +60,25 @@ def bench_bundle(bundle: Bundle, *, rate_hz: float, calls: int = 20_000, seconds
     }
 
 
-def _plain(found: CBench, warm_up: int = 0) -> dict[str, Any]:
+def _plain(found: CBench, allocations_per_call: float | None, warm_up: int = 0) -> dict[str, Any]:
     ratio = found.subnormal.p50 / max(found.hot.p50, 1e-9)
-    return {**asdict(found), "warm_up": warm_up, "subnormal_ratio": round(ratio, 3)}
+    told = {name: value for name, value in asdict(found).items() if name != "allocations"}
+    return {**told, "allocations_per_call": allocations_per_call, "warm_up": warm_up,
+            "subnormal_ratio": round(ratio, 3)}  # fmt: skip
 
 
-def _in_python(bundle: Bundle, target: str, rate_hz: float, calls: int, paced: int) -> tuple[CBench, int]:
-    run, player = RUNNERS[target](bundle.path, bundle.manifest)
-    player = player or Carried(bundle.manifest, run)
-    with np.load(bundle.path / "golden.npz", allow_pickle=False) as golden:
-        carried = {s["key"] for s in bundle.contract["recurrent"] or ()}
-        row = {p["key"]: golden[f"in/{p['key']}"][0] for p in bundle.manifest["inputs"] if p["key"] not in carried}
+def _in_python(bundle: Bundle, target: str, rate_hz: float, calls: int, paced: int) -> dict[str, Any]:
+    counts = count_steps(bundle.path, target, calls=min(calls, 200))
+    player, row = make_player(target, bundle.path, bundle.manifest), first_row(bundle.path, bundle.manifest)
     tiny = {k: np.full_like(v, 1e-40) if v.dtype.kind == "f" else v for k, v in row.items()}
-    player.reset()
-    hot = [_timed(player.step, row)]
-    at_work = _threads()  # a runtime may start its threads with the first step
-    hot += [_timed(player.step, row) for _ in range(calls - 1)]
+    hot = [_timed(player.step, row) for _ in range(calls)]
     slow = 10 * float(np.median(hot))
     warm_up = next((i for i, us in enumerate(hot) if us <= slow), 0)
     times, late, overruns, bias = _paced(player.step, row, rate_hz, paced)
     subnormal = [_timed(player.step, tiny) for _ in range(calls // 10 + 1)]
-    made = CBench(_latency(hot), _latency(subnormal), _latency(times), _latency(late), overruns, bias, None, at_work,
-                  _threads())  # fmt: skip
-    return made, warm_up
+    made = CBench(Latency.of(hot), Latency.of(subnormal), Latency.of(times), Latency.of(late), overruns, bias, None,
+                  counts["threads_before"], counts["threads"])  # fmt: skip
+    return _plain(made, counts["allocations_per_call"], warm_up)
 
 
 def _paced(
@@ -93,9 +89,7 @@ def _paced(
     begin = last = time.perf_counter() + period
     for i in range(calls):
         due = begin + i * period  # absolute: a late step does not move the next one
-        while (left := due - time.perf_counter()) > 0:
-            if left > SLACK_S:
-                time.sleep(left - SLACK_S)
+        wait_until(due)
         last = time.perf_counter()
         times.append(_timed(step, row))
         late.append(1e6 * (last - due))
@@ -104,25 +98,17 @@ def _paced(
     return times, late, overruns, round(bias, 3)
 
 
+def wait_until(due: float) -> None:
+    """Return once ``time.perf_counter()`` is at ``due``: asleep, and at the end with an eye on the clock."""
+    while (left := due - time.perf_counter()) > 0:
+        if left > SLACK_S:
+            time.sleep(left - SLACK_S)
+
+
 def _timed(step: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any]) -> float:
     start = time.perf_counter()
     step(row)
     return 1e6 * (time.perf_counter() - start)
-
-
-def _latency(us: Sequence[float]) -> Latency:
-    ranked = sorted(us)
-    at = [ranked[len(ranked) * part // 1000] for part in (500, 990, 999)]
-    return Latency(len(ranked), *(round(v, 3) for v in (*at, ranked[-1])))
-
-
-def _threads() -> int:
-    """Threads of this process, where Linux tells; 0 elsewhere."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("Threads:")), 0)
 
 
 def _host() -> dict[str, Any]:

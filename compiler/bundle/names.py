@@ -16,7 +16,8 @@ _RESERVED = frozenset(
     "_Bool _Complex _Imaginary bool true false complex imaginary I NULL NAN INFINITY HUGE_VAL HUGE_VALF HUGE_VALL EOF "
     "errno assert offsetof linux unix steps "  # macros, and the step counter of the state struct
     # C++ reads the header too
-    "alignas alignof and and_eq asm bitand bitor catch char8_t char16_t char32_t class compl concept const_cast consteval constexpr constinit "
+    "alignas alignof and and_eq asm bitand bitor catch char8_t char16_t char32_t "
+    "class compl concept const_cast consteval constexpr constinit "
     "co_await co_return co_yield decltype delete dynamic_cast explicit export friend mutable namespace new noexcept "
     "not not_eq nullptr operator or or_eq private protected public reinterpret_cast requires static_assert "
     "static_cast template this thread_local throw try typeid typename using virtual wchar_t xor xor_eq".split()

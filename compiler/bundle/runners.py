@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from graphrl.compiler.bundle.c_policy import CPolicy, find_compiler
-from graphrl.compiler.bundle.parity import Player, Row, Run
+from graphrl.compiler.bundle.parity import Carried, Player, Row, Run
 from graphrl.compiler.bundle.runtime import Policy, first_step_flags
 from graphrl.errors import BundleError
 
-__all__ = ["RUNNERS", "CPlayer", "run_c_row", "why_not_here"]
+__all__ = ["RUNNERS", "CPlayer", "first_row", "make_player", "onnx_session", "run_c_row", "why_not_here"]
 
 
 def why_not_here(target: str, manifest: Mapping[str, Any]) -> str | None:
@@ -87,16 +87,20 @@ def run_c_row(policy: CPolicy, inputs: Sequence[np.ndarray]) -> Row:
     ]
 
 
-def _onnx(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, None]:
+def onnx_session(folder: Path) -> Any:
+    """A bundle's ``model.onnx`` in ONNX Runtime, on one thread."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    file = str(folder / "model.onnx")
-    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
+
+
+def _onnx(folder: Path, manifest: Mapping[str, Any]) -> tuple[Run, None]:
+    session = onnx_session(folder)
     if session.get_modelmeta().custom_metadata_map.get("contract_hash") != manifest["contract_hash"]:
-        raise BundleError(f"{file} belongs to another contract")
+        raise BundleError(f"{folder / 'model.onnx'} belongs to another contract")
     kept = {i.name for i in session.get_inputs()}
     names = [p["key"] for p in manifest["inputs"]]
     outputs = [o.name for o in session.get_outputs()]
@@ -133,3 +137,18 @@ RUNNERS: dict[str, Callable[[Path, Mapping[str, Any]], tuple[Run, Player | None]
     "c99": _c99, "onnx": _onnx, "pt2": _pt2, "executorch": _executorch, "numpy": _numpy,
 }  # fmt: skip
 """Each target's way to run: a function of a row of inputs, and the runtime with its own state where it keeps one."""
+
+
+def make_player(target: str, folder: Path, manifest: Mapping[str, Any]) -> Player:
+    """A target with its own recurrent state, at the start of an episode."""
+    run, player = RUNNERS[target](folder, manifest)
+    player = player or Carried(manifest, run)
+    player.reset()
+    return player
+
+
+def first_row(folder: Path, manifest: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The observations of the first golden row, by key."""
+    carried = {s["key"] for s in manifest["contract"]["recurrent"] or ()}
+    with np.load(folder / "golden.npz", allow_pickle=False) as golden:
+        return {p["key"]: golden[f"in/{p['key']}"][0] for p in manifest["inputs"] if p["key"] not in carried}

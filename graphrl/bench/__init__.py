@@ -1,6 +1,6 @@
 """Benchmarks of graphrl beside its peers, one file a suite; ``graphrl bench`` runs them.
 
-A suite is a function ``suite(options) -> [BenchmarkTable]`` whose competitors all take turns in one run.
+A suite is a function ``suite(options)`` that gives tables, whose competitors all take turns in one run.
 """
 
 from graphrl.bench.run import SUITES, run_suites

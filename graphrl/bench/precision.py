@@ -18,9 +18,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphrl.bench.tables import BenchOptions
+from graphrl.bench.tables import BenchOptions, TextTable
 from graphrl.collectors import SyncCollector
-from graphrl.compiler.benchmark import BenchmarkTable, table_of
+from graphrl.compiler.benchmark import table_of
 from graphrl.compiler.compiled import compile
 from graphrl.compiler.update import compile_update
 from graphrl.envs import GymEnv, evaluate
@@ -53,7 +53,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class LearningTable(BenchmarkTable):
+class LearningTable(TextTable):
     """The learning curves of one task in both precisions. ``rows`` hold the speed of training, in time per frame."""
 
     trainings: tuple[Training, ...]
@@ -93,22 +93,8 @@ class LearningTable(BenchmarkTable):
             f"Rough speed of training: {self.row('bf16').ratio:.2f} times float32's"
         )
 
-    def to_markdown(self) -> str:
-        """The table as Markdown, with the verdict below it."""
-        header, *lines = self._cells()
-        text = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *lines)]
-        return "\n".join([*text, "", f"{self.verdict()}."])
-
-    def __rich__(self) -> Any:
-        from rich.table import Table
-
-        header, *lines = self._cells()
-        table = Table(*header, title=self.title, caption=self.verdict())
-        for cells in lines:
-            table.add_row(*cells)
-        return table
-
-    def _cells(self) -> list[list[str]]:
+    def cells(self) -> list[list[str]]:
+        """A line a training, then the means."""
         parts = [f"{100 * i // PARTS} %" for i in range(1, PARTS + 1)]
         lines = [["precision", "seed", "untrained", *parts, "CPU us/frame"]]
         for t in self.trainings:

@@ -12,7 +12,7 @@ from graphrl.errors import GraphRLError, did_you_mean
 __all__ = ["SUITES", "run_suites"]
 
 SUITES = ("policy", "update", "ensemble", "kernels", "collector", "foreign")
-ON_REQUEST = ("precision",)  # whole trainings, which take minutes
+ON_REQUEST = ("precision", "deploy")  # whole trainings, and thirteen robots: each takes minutes
 
 
 def run_suites(
@@ -35,5 +35,4 @@ def run_suites(
     options = BenchOptions(device=device, peers=peers, repeats=repeats)
     for name in names:
         with cold_caches():
-            tables = importlib.import_module(f"graphrl.bench.{name}").suite(options)
-        yield from tables
+            yield from importlib.import_module(f"graphrl.bench.{name}").suite(options)

@@ -15,7 +15,7 @@ import torch
 from graphrl.compiler.benchmark import BenchmarkTable, table_of, time_interleaved
 from graphrl.training.threads import torch_threads
 
-__all__ = ["BenchOptions", "cold_caches", "installed", "measure", "to_markdown"]
+__all__ = ["BenchOptions", "TextTable", "cold_caches", "installed", "measure", "to_markdown"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,34 @@ class BenchOptions:
     repeats: int = 30
     round_s: float = 0.01
     threads: int | None = 1
+
+
+class TextTable(BenchmarkTable):
+    """A table with columns of its own, for which its class gives the text, and a verdict below."""
+
+    def cells(self) -> list[list[str]]:
+        """The header, then the lines."""
+        raise NotImplementedError
+
+    def verdict(self) -> str:
+        """What the table says, in a line."""
+        raise NotImplementedError
+
+    def to_markdown(self) -> str:
+        """The table as Markdown, with the verdict below it."""
+        header, *lines = self.cells()
+        text = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *lines)]
+        return "\n".join([*text, "", f"{self.verdict()}."])
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        header, *lines = self.cells()
+        table = Table(*header, title=self.title, caption=self.verdict(), padding=(0, 0, 0, 1))
+        table.columns[0].no_wrap = True
+        for cells in lines:
+            table.add_row(*cells)
+        return table
 
 
 def installed(package: str, options: BenchOptions) -> bool:

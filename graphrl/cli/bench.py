@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ class Bench:
     """Measure graphrl beside its peers. All competitors of a suite take turns in one run."""
 
     suite: str = "policy,update,ensemble,kernels,collector"
-    """Comma-separated. Not among these: foreign (other libraries' models), precision (minutes of training)."""
+    """Comma-separated. Not among these: foreign (other libraries' models), precision (minutes of training),
+    deploy (thirteen robots' policies, minutes)."""
     device: str = "cpu"
     peers: bool = True
     """Include other libraries where they are installed."""
@@ -36,6 +38,8 @@ class Bench:
 def run(arguments: list[str]) -> None:
     """Run the suites; print each table as it is done."""
     options = tyro.cli(Bench, prog="graphrl bench", args=arguments)
+    if "deploy" in options.suite.split(","):
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy is there: its runtime too gets one thread
     from rich.console import Console
 
     from graphrl.bench import run_suites, to_markdown

@@ -59,9 +59,10 @@ def _latency(report: dict[str, Any]) -> Any:
 
     host = report["host"]
     title = f"us a step on {host['processor']}, {host['cores']} cores; paced at {report['rate_hz']:g} Hz"
-    table = Table("target", "", "calls", "p50", "p99", "p99.9", "max", "allocations", "threads", title=title)
+    table = Table("target", "", "calls", "p50", "p99", "p99.9", "max", "allocations a call", "threads", title=title)
     for target, found in report["targets"].items():
-        counted = "not counted" if found["allocations"] is None else str(found["allocations"])
+        allocations = found["allocations_per_call"]
+        counted = "not counted" if allocations is None else f"{allocations:g}"
         threads = f"{found['threads_before']} then {found['threads']}"
         for part in ("hot", "paced", "late", "subnormal"):
             figures = [f"{found[part][name]:.2f}" for name in ("p50", "p99", "p999", "max")]

@@ -1,4 +1,4 @@
-"""Every policy of ``robot_policies`` as strict C: episodes with a reset in the middle, state fed back step by step."""
+"""Every robot policy as strict C: episodes with a reset in the middle, state fed back step by step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from robot_policies import POLICIES, Policy, make_policy
 from tensordict import TensorDict
 from test_c99 import CC, build, call, source
 
+from graphrl.bench.robot_policies import POLICIES, Policy, make_policy
 from graphrl.compiler.backends.c99 import generate
 from graphrl.compiler.backends.c99.emit import Emitter
 from graphrl.compiler.backends.c99.layout import plan

@@ -1,4 +1,5 @@
 import builtins
+import subprocess
 import sys
 
 import pytest
@@ -122,3 +123,23 @@ def test_argument_checks_of_distributions_stay_on(monkeypatch):
 
 def _raise_import_error(*args):
     raise ImportError("moved")
+
+
+POOLING = """
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from graphrl.compiler.backends.inductor import as_inductor_sees_it, example_arguments
+from graphrl.compiler.trace import trace
+from graphrl.graph import KeyedGraph
+
+graph = KeyedGraph((nn.MaxPool2d(2), ["image"], ["action"]))
+program = trace(graph, TensorDict(image=torch.zeros(1, 1, 4, 4), batch_size=[1]))
+as_inductor_sees_it(program, example_arguments(program), FakeTensorMode())
+"""
+
+
+def test_pooling_is_lowered_in_a_process_that_compiled_nothing_before() -> None:
+    result = subprocess.run([sys.executable, "-c", POOLING], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr

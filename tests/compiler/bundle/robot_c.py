@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from robot_policies import POLICIES, make_policy
 
+from graphrl.bench.robot_policies import POLICIES, make_policy
 from graphrl.compiler.bundle import Contract, RecurrentState
 from graphrl.compiler.bundle.c_text import write_c
 from graphrl.compiler.bundle.golden import make_golden

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import pytest
 from small_gru import CONTRACT, START, gru
 
 from graphrl.cli import main
-from graphrl.compiler.bundle import Bundle, export, latency, load, verify
+from graphrl.compiler.bundle import Bundle, allocations, export, latency, load, verify
+from graphrl.compiler.bundle.allocations import allocations_per_call, counted
 from graphrl.compiler.bundle.c_bench import measure_c
 from graphrl.errors import BundleError
 
@@ -32,8 +35,8 @@ def test_every_runtime_is_timed_hot_and_paced(made: Bundle) -> None:
             assert 0 <= found[part]["p50"] <= found[part]["p99"] <= found[part]["p999"] <= found[part]["max"]
         assert found["threads"] == found["threads_before"] and found["subnormal_ratio"] > 0
     c, py = (report["targets"][name] for name in ("c99", "numpy"))
-    assert c["allocations"] == 0 and c["threads"] == 1  # beside whatever else runs here
-    assert py["allocations"] is None and isinstance(report["host"]["processor"], str)
+    assert c["allocations_per_call"] == 0 and c["threads"] == 1  # beside whatever else runs here
+    assert py["allocations_per_call"] > 1 and isinstance(report["host"]["processor"], str)
     for bad in ({"rate_hz": 0}, {"rate_hz": 50, "calls": 0}, {"rate_hz": 50, "seconds": -1}):
         with pytest.raises(BundleError, match="expected a positive number"):
             latency.bench_bundle(made, **bad)
@@ -45,6 +48,37 @@ def test_allocations_of_c_are_counted(made: Bundle, tmp_path: Path) -> None:
     waste = "uint32_t status = 0u; { extern void *malloc(size_t); char *volatile p = malloc(8u); (void)p; }"
     source.write_text(source.read_text().replace("uint32_t status = 0u;", waste))
     assert measure_c(folder, "policy", calls=50, flags=("-O0",)).allocations == 50
+
+
+COUNTED = """
+import ctypes, numpy as np
+from graphrl.compiler.bundle.allocations import allocations_per_call
+c = ctypes.CDLL(None)
+c.malloc.restype = c.calloc.restype = c.aligned_alloc.restype = ctypes.c_void_p
+def three():
+    for memory in (c.malloc(8), c.calloc(2, 8), c.aligned_alloc(64, 64)):
+        c.free(ctypes.c_void_p(memory))
+print(allocations_per_call(three, 50), allocations_per_call(lambda: np.empty(10_000), 50),
+      allocations_per_call(lambda: (1.5, [1]), 50))
+"""
+
+
+def test_allocations_of_a_process_are_counted_and_those_of_the_loop_left_out() -> None:
+    with counted() as environment:
+        command = [sys.executable, "-c", COUNTED]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    assert result.stdout.split() == ["3.0", "1.0", "0.0"]
+    assert allocations_per_call(lambda: None, 1) is None  # nothing counts in this process
+
+
+def test_without_a_compiler_nothing_counts_and_threads_are_told_all_the_same(
+    made: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allocations, "find_compiler", lambda: None)
+    found = allocations.count_steps(made.path, "numpy", calls=3)
+    assert found["allocations_per_call"] is None and found["threads"] == found["threads_before"]
+    with pytest.raises(BundleError, match="counting the allocations of lisp fails: KeyError"):
+        allocations.count_steps(made.path, "lisp")
 
 
 def test_paced_steps_keep_absolute_deadlines() -> None:
@@ -77,7 +111,7 @@ def test_the_command_prints_and_writes_into_the_bundle(
     assert main(command) == 0 and "reports/latency.json" not in load(tmp_path / name).manifest["files"]
     assert main([*command, "--rate", "200", "--write"]) == 0
     text = capsys.readouterr().out
-    for part in ("numpy", "p99.9", "paced at 50 Hz", "paced at 200 Hz", "not counted", "overruns", "memory"):
+    for part in ("numpy", "p99.9", "paced at 50 Hz", "paced at 200 Hz", "allocations a call", "overruns", "memory"):
         assert part in text, part
     bundle = load(tmp_path / name)
     report = json.loads((bundle.path / "reports" / "latency.json").read_text())

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from robot_policies import POLICIES, make_policy
 from safetensors.torch import save
 from small_gru import CONTRACT, START, gru
 from tensordict import TensorDict
 
+from graphrl.bench.robot_policies import POLICIES, make_policy
 from graphrl.compiler.bundle import Bundle, Contract, export, runtime, verify
 from graphrl.compiler.bundle.files import dump_json, hash_files, sealed, sha256
 from graphrl.compiler.bundle.graph_json import program_to_json

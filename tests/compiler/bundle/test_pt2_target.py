@@ -16,7 +16,7 @@ import torch
 from small_gru import CONTRACT, START, gru
 
 from graphrl.compiler.backends import aot
-from graphrl.compiler.bundle import Bundle, export, load, verify
+from graphrl.compiler.bundle import Bundle, export, latency, load, verify
 from graphrl.compiler.bundle.diff import diff
 from graphrl.compiler.bundle.files import dump_zip, hash_files, sealed
 from graphrl.compiler.bundle.replay import replay
@@ -123,6 +123,15 @@ def rewritten(bundle: Bundle, other: Path, old: str, new: str) -> None:
         for name in a.namelist():
             data = a.read(name)
             b.writestr(name, data.replace(old.encode(), new.encode()) if name.endswith("metadata.json") else data)
+
+
+def test_a_package_is_timed_and_its_allocations_are_counted(bundle: Bundle) -> None:
+    report = latency.bench_bundle(bundle, rate_hz=500, calls=50, seconds=0.01)
+    found = report["targets"]["pt2"]
+    assert found["hot"]["calls"] == 50 and 0 < found["hot"]["p50"] <= found["hot"]["max"] and found["threads"] >= 1
+    assert found["allocations_per_call"] > 10  # each tensor takes a few
+    size = latency.memory_report(bundle)["targets"]["pt2"]["file"]
+    assert size == (bundle.path / "model.pt2").stat().st_size
 
 
 def refused(folder: Path, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Every policy of ``robot_policies`` as a bundle: C, ONNX and numpy against float64, on rows and along a sequence."""
+"""Every robot policy as a bundle: C, ONNX and numpy against float64, on rows and along a sequence."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from robot_policies import POLICIES, make_policy
 
 import graphrl as grl
+from graphrl.bench.robot_policies import POLICIES, make_policy
 from graphrl.compiler.bundle import Bundle, Contract, CPolicy
 from graphrl.compiler.bundle.c_policy import find_compiler
 from graphrl.compiler.bundle.runtime import Policy

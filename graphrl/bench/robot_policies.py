@@ -65,7 +65,8 @@ def make_policy(name: str, shrink: int = 1) -> Policy:
     example = TensorDict({key: torch.zeros(1, *shape) for key, shape in shapes.items()}, batch_size=[1])
     if "is_init" in graph.in_keys:
         example["is_init"] = torch.ones(1, 1, dtype=torch.bool)
-    state = tuple((key, ("next", key)) for key in graph.in_keys if ("next", key) in graph.out_keys)
+    following = {key: ("next", *((key,) if isinstance(key, str) else key)) for key in graph.in_keys}
+    state = tuple((key, then) for key, then in following.items() if then in graph.out_keys)
     return Policy(name, graph, example, state, rate_hz)
 
 
@@ -135,6 +136,9 @@ def _lstm(size: int, out: int, hidden: int, cells: tuple[int, ...]) -> Callable[
 
 
 class _Scale(nn.Module):
+    scale: Tensor
+    offset: Tensor
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.register_buffer("scale", torch.linspace(0.25, 0.6, size))
