@@ -94,6 +94,9 @@ class StateModule(TensorDictModuleBase):
         return tensordict
 
     def _check(self, x: Tensor, state: Tensor, is_init: Tensor) -> None:
+        size = getattr(self, "size", None) if len(self.in_keys) == 3 else None
+        if size is not None and x.shape[-1:] != (size,):
+            raise GraphError(f"{self.in_key!r} is {list(x.shape)}: expected [*B, {size}]")
         if is_init.dtype != torch.bool or is_init.shape[-1:] != (1,):
             raise GraphError(f"{self.is_init_key!r} is {is_init.dtype} {list(is_init.shape)}: expected bool [*B, 1]")
         if state.shape != (*x.shape[:-1], *self.state_shape):

@@ -15,14 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from graphrl.compiler.bundle.c_bench import measure_c
-from graphrl.compiler.bundle.contract import (
-    FIRST_STEP,
-    ActionContract,
-    Contract,
-    ObservationTerm,
-    RecurrentState,
-    check_against,
-)
+from graphrl.compiler.bundle.contract import ActionContract, Contract, ObservationTerm, check_against
 from graphrl.compiler.bundle.front import holds, subtracted
 from graphrl.compiler.bundle.golden import Golden
 from graphrl.compiler.bundle.names import c_names
@@ -31,6 +24,7 @@ from graphrl.compiler.bundle.recorded import Recording
 from graphrl.compiler.bundle.runners import CPlayer
 from graphrl.compiler.bundle.runtime import NON_FINITE_INPUT, NON_FINITE_OUTPUT, OUT_OF_RANGE, Policy
 from graphrl.compiler.bundle.state import start_like
+from graphrl.compiler.bundle.state_check import check_state
 from graphrl.compiler.bundle.tail import constants, reach, squashes
 from graphrl.compiler.bundle.verify import verify
 from graphrl.compiler.program import Program
@@ -278,51 +272,6 @@ def check_order(subject: Subject) -> None:
                     if not np.abs(found - wanted).max(initial=0.0) <= allowed:
                         raise BundleError(f"{target}: moving {name!r} of {key!r} alone does not move what it moves in "
                                           "the policy: entries in another order")  # fmt: skip
-
-
-def check_state(subject: Subject) -> None:
-    """A reset starts afresh in every runtime; the state starts where training's does, and matters."""
-    rows = [subject.row()] + [list(r) for r in subject.golden.inputs[1:4]]
-    for target, player in subject.players.items():
-        first, second = (_episode(subject, player, rows) for _ in range(2))
-        if any(not np.array_equal(a, b, equal_nan=True) for a, b in zip(first, second, strict=True)):
-            raise BundleError(f"{target}: the same observations after a reset give another action: stale state")
-    recurrent = subject.contract.recurrent or ()
-    if not recurrent:
-        return
-    keys, outputs = list(subject.live.in_keys), list(subject.live.out_keys)
-    flags = [keys.index(s.key) for s in recurrent if s.reset_rule == FIRST_STEP]
-    values = [s for s in recurrent if s.reset_rule != FIRST_STEP]
-    quiet = {i: torch.zeros_like(subject.row()[i]) for i in flags}
-    fresh = subject.row(quiet)
-    if flags:
-        _check_first_step(subject, values, fresh)
-    after = float64_reference(subject.live, fresh)
-    carried = {keys.index(s.key): after[outputs.index(s.next_key)] for s in values}
-    if values and torch.equal(subject.command(subject.row({**quiet, **carried})), subject.command(fresh)):
-        raise BundleError(f"the second step's action is the same with and without {[s.key for s in values]}: it is "
-                          "not fed back, or has no effect")  # fmt: skip
-
-
-def _check_first_step(subject: Subject, values: Sequence[RecurrentState], fresh: Sequence[Tensor]) -> None:
-    """An episode's first step depends on no state left behind, and starts from the contract's initial values."""
-    start = subject.row()
-    left = {list(subject.live.in_keys).index(s.key): s for s in values}
-    other = subject.row({i: start[i] + 0.5 for i in left})
-    wanted = subject.command(start)
-    if not torch.allclose(subject.command(other), wanted, rtol=1e-6, atol=1e-9):
-        raise BundleError(f"an episode's first step depends on what {[s.key for s in values]} held before: the policy "
-                          "does not reset it where is_init is set")  # fmt: skip
-    if any(s.reset_rule not in (None, "initial value") for s in values):
-        return  # the first step makes its state of its input
-    if not torch.allclose(subject.command(fresh), wanted, rtol=1e-6, atol=1e-9):
-        raise ContractError("an episode's first step as the policy itself starts it (is_init) differs from one "
-                            "with the contract's initial state: is RecurrentState.initial training's?")  # fmt: skip
-
-
-def _episode(subject: Subject, player: Any, rows: Sequence[Sequence[Tensor]]) -> list[np.ndarray]:
-    player.reset()
-    return [np.array(player.step(subject.seen(row))[encode_key(subject.action)]) for row in rows]
 
 
 def check_types(subject: Subject) -> None:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from graphrl.compiler.bundle.contract import FIRST_STEP
+
 __all__ = ["closed_loop_text", "contract_text", "entry_names"]
 
 
@@ -139,7 +141,9 @@ def _state(manifest: Mapping[str, Any]) -> str:
     ports = {p["key"]: p for p in manifest["inputs"]}
     rows = [(f"`{s['key']}`", f"`{s['next_key']}`", _shape(ports[s["key"]]), repr(s["initial"]),
              _said(s["reset_rule"])) for s in recurrent]  # fmt: skip
-    return "Carried by every runtime itself; call its reset at the start of an episode.\n\n" + _table(
+    flags = [f"`{s['key']}`" for s in recurrent if s["reset_rule"] == FIRST_STEP]
+    told = f" {' and '.join(flags)}: true after a reset, false after a step. Nobody has to give it." if flags else ""
+    return f"Carried by every runtime itself; call its reset at the start of an episode.{told}\n\n" + _table(
         ("read at", "written at", "shape", "initial value", "reset rule"), rows
     )
 

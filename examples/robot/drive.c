@@ -17,7 +17,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MOST_NAMES = 1024, TRIES = 50, PATIENCE_S = 10 };
+enum { MOST_NAMES = 8192, TRIES = 50, PATIENCE_S = 10 };
 
 static policy_state state;
 static policy_obs obs;

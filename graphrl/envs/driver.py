@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphrl.envs.base import EnvBase
 from graphrl.envs.buffers import StepBuffers
-from graphrl.envs.policy import keyed_policy
+from graphrl.envs.policy import keyed_policy, state_specs
 from graphrl.errors import SpecError
 from graphrl.specs import Composite
 
@@ -28,9 +28,10 @@ class Driver:
 
     policy: an object with ``in_keys``, ``out_keys`` and ``call(*tensors) -> tuple`` (and, faster still,
     ``call_into`` or ``bind_rows``, which write into given rows); a TensorDict module; a function of a TensorDict; or
-    None for random actions. device: where the policy lives; rows are copied there and back. primers: ``{key: Spec}``
-    of recurrent entries, ``[num_envs, ...]``: zero when an episode starts, then what the policy wrote to
-    ``("next", key)``. A policy that reads ``is_init`` gets it: bool ``[num_envs, 1]``, true on first steps.
+    None for random actions. device: where the policy lives; rows are copied there and back. A recurrent entry is zero
+    when an episode starts, then what the policy wrote to ``("next", key)``; its nodes tell which there are, and
+    primers: ``{key: Spec}``, ``[num_envs, ...]``, those that no node tells. A policy that reads ``is_init`` gets it:
+    bool ``[num_envs, 1]``, true on first steps.
     Raises :class:`KeyMissingError` or :class:`SpecError` where the two do not fit.
     """
 
@@ -46,6 +47,7 @@ class Driver:
         self.device = torch.device("cpu" if device is None else device)
         self._action_spec = env.action_spec.to("cpu")
         self._state: list[Key] = []
+        primers = {**state_specs(policy, env.num_envs), **(primers or {})}
         state_spec = Composite(primers, env.batch_size) if primers else None
         if state_spec is not None:
             self._state = list(state_spec.keys(True, True))

@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphrl.errors import KeyMissingError, SpecError, did_you_mean
+from graphrl.keys import next_key
+from graphrl.models.state import StateModule
+from graphrl.specs import Unbounded
 
-__all__ = ["KeyedPolicy", "keyed_policy"]
+__all__ = ["KeyedPolicy", "keyed_policy", "state_specs"]
 
 Key = Any
 Call = Callable[..., tuple[Tensor, ...]]
@@ -97,3 +100,22 @@ def _function_policy(policy: Any, in_keys: list[Key], num_envs: int) -> KeyedPol
 
     adapted = KeyedPolicy(in_keys, None, call)
     return adapted
+
+
+def state_specs(policy: Any, num_envs: int) -> dict[Key, Unbounded]:
+    """What the nodes of a policy carry from step to step: ``{key: Spec}``, ``[num_envs, *state_shape]``.
+
+    Raises :class:`KeyMissingError` where the policy reads a state and shows no next value of it.
+    """
+    nodes = [m for m in policy.modules() if isinstance(m, StateModule)] if isinstance(policy, nn.Module) else []
+    specs: dict[Key, Unbounded] = {}
+    for node in (m for m in nodes if m.state_key in _plain(policy.in_keys)):
+        following = next_key(node.state_key)
+        if following not in _plain(policy.out_keys):
+            raise KeyMissingError(
+                f"{type(node).__name__} reads {node.state_key!r}, and the policy does not write {following!r}, its "
+                "value for the next step: add it to out_keys, or the node that writes it (PreviousAction.feedback())"
+            )
+        row = node.initial_state(1)
+        specs[node.state_key] = Unbounded((num_envs, *node.state_shape), dtype=row.dtype)
+    return specs
