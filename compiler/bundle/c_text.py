@@ -105,7 +105,11 @@ def _members(program: Program, contract: Contract) -> tuple[tuple[Member, ...], 
 
 
 def _struct(name: str, members: Sequence[Member], first: Sequence[str] = ()) -> list[str]:
-    lines = [f"    {m.c_type} {m.name}[{max(m.size, 1)}]; /* {encode_key(m.key)} {list(m.shape)} */" for m in members]
+    lines = [
+        f"    {m.c_type} {m.name}[{max(m.size, 1)}]; "
+        f"/* {encode_key(m.key).replace('*/', '* /')} {list(m.shape)} */"  # a key must not close its comment
+        for m in members
+    ]
     return ["typedef struct {", *[f"    {f}" for f in first], *lines, f"}} {name};"]
 
 

@@ -121,8 +121,8 @@ def make_golden(
         outputs = tuple(t.double() if t.is_floating_point() else t for t in float64_reference(program, list(inputs)))
         if all(torch.isfinite(t).all() and (t.double().abs() < 1e37).all() for t in outputs):
             kept.append((kind, inputs, outputs))
-    if not kept:
-        raise BundleError("the policy's output is not finite for any golden input, the example among them")
+    if not any(kind == "example" for kind, _, _ in kept):
+        raise BundleError("the policy's output is not finite for any golden input that is a row of the example")
     usual = [k for k in kept if k[0] != "extreme"] or kept
     scales = []
     for i in range(len(program.outputs)):
@@ -168,7 +168,7 @@ def _rollout(
 
 
 def _random(stacked: Tensor, like: Tensor, spread: float, generator: torch.Generator, carried: bool) -> Tensor:
-    if not like.is_floating_point():
+    if not like.is_floating_point() or not like.numel():
         return like
     noise = torch.randn(like.shape, generator=generator, dtype=torch.float32) * spread
     if carried:  # the examples' own are the initial state, most often

@@ -38,6 +38,7 @@ from graphrl.compiler.bundle.graph_json import program_to_json
 from graphrl.compiler.bundle.load import SCHEMA_VERSION, Bundle, load
 from graphrl.compiler.bundle.names import check_prefix
 from graphrl.compiler.bundle.parity import Carried, measure
+from graphrl.compiler.bundle.ports import check_ports
 from graphrl.compiler.bundle.recorded import read_recording, with_ranges
 from graphrl.compiler.bundle.runners import RUNNERS, why_not_here
 from graphrl.compiler.bundle.state import acting_graph
@@ -99,10 +100,8 @@ def export(
     before = fingerprint(graph)
     with _acting(policy, graph):
         live = run_passes(trace(graph, rows[0]))
+        check_ports(live, contract, targets)
         _check_program(live)
-        wide = [p for p in live.inputs if p.dtype == torch.float64]
-        if wide and "c99" in targets:
-            raise BundleError(f"{wide[0].key!r} is float64 in the example, and generated C takes float32: convert it")
         inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
         ports = {"contract": contract.as_dict(), **program_to_json(live)}
         run = _eager(graph, rows[0], live)
@@ -159,11 +158,15 @@ def _rows(example: Any, graph: KeyedGraph, starts: Mapping[Key, Tensor]) -> list
             f"the policy reads {missing}, but the example has {present}.{did_you_mean(missing[0], present)}"
         )
     td = td.select(*graph.in_keys).detach().cpu().clone()
+    for key, value in td.items(True, True):
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise BundleError(f"{key!r} of the example has NaN or infinity, which a robot's status reports as a fault: "
+                              "give rows that a robot may see")  # fmt: skip
     if not td.batch_size:
         return [td]
-    flat = td.reshape(-1)
-    if not flat.shape[0]:
+    if not td.batch_size.numel():
         raise BundleError("the example is an empty batch: give at least one observation")
+    flat = td.reshape(-1)
     return [flat[i : i + 1] for i in range(min(flat.shape[0], 16))]
 
 

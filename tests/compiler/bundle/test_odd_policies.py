@@ -1,0 +1,84 @@
+"""Policies, keys and examples at the edge: exported right, or refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from graphrl import KeyedGraph
+from graphrl.compiler.bundle import Contract, RecurrentState, export
+from graphrl.compiler.bundle.names import c_name
+from graphrl.errors import BundleError
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+Node = Callable[..., Any]
+
+
+def _export(
+    path: Path, node: Node, example: dict[Any, Any], state: RecurrentState | None = None, **options: Any
+) -> Any:
+    ins = list(example)
+    outs = ["action", *([state.next_key] if state else [])]
+    data = TensorDict(batch_size=[len(example[ins[0]])])
+    for key, value in example.items():
+        data.set(key, value)
+    contract = Contract(recurrent=(state,)) if state else None
+    options.setdefault("targets", ("c99", "numpy"))
+    return export(KeyedGraph((node, ins, outs)), path / "b", data, contract=contract, **options)
+
+
+@pytest.mark.parametrize("name", ["NAN", "INFINITY", "_Bool", "class", "steps", "new"])
+def test_macros_and_words_of_cpp_are_no_member_names(name: str) -> None:
+    assert c_name(name) == f"{name}_"
+
+
+def test_a_key_cannot_close_its_comment_in_the_header(tmp_path: Path) -> None:
+    _export(tmp_path, lambda x: x + 1, {("a*", "b; int stray; /*"): X})
+    assert "*/b; int" not in (tmp_path / "b" / "c" / "policy.h").read_text()
+
+
+def test_a_flag_as_action_and_an_integer_as_state_pass(tmp_path: Path) -> None:
+    state = RecurrentState("count", ("next", "count"), initial=2)
+    bundle = _export(
+        tmp_path, lambda x, n: (x * n > 1, n + 1), {"x": X, "count": torch.zeros(4, 1, dtype=torch.int64)}, state
+    )
+    policy = bundle.policy()
+    x = np.array([0.45, 0.3, -1.0], np.float32)
+    assert [policy(x).tolist() for _ in range(3)] == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
+
+
+STATE = RecurrentState("h", ("next", "h"))
+H = torch.zeros(4, 2)
+REFUSED: dict[str, tuple[Node, dict[Any, Any], RecurrentState | None, str]] = {
+    "writes into its input": (lambda x: x.mul_(2), {"x": X}, None, r"writes into its own input 'x'"),
+    "half": (lambda x: x.float(), {"x": X.bfloat16()}, None, "'x' is bfloat16 in the example"),
+    "double action": (lambda x: x.double(), {"x": X}, None, "'action' is float64 as the policy writes it"),
+    "no row": (lambda x: x, {"x": X[:0]}, None, "the example is an empty batch"),
+    "NaN": (lambda x: x, {"x": X * torch.nan}, None, "'x' of the example has NaN or infinity"),
+    "key": (lambda x: x, {"a\0b": X}, None, "a character that cannot be printed"),
+    "initial": (lambda x, h: (x + h.sum(), h + 1), {"x": X, "h": H}, RecurrentState("h", ("next", "h"), 1e39), "1e.39"),
+    "initial of an integer": (lambda x, h: (x + h.sum(), h + 1), {"x": X, "h": H.long()},
+                              RecurrentState("h", ("next", "h"), 1.5), "initial is 1.5; expected a finite number that"),
+    "unread state": (lambda x: (x, x + 1), {"x": X}, STATE, r"carries 'h', but the policy reads \['x'\]"),
+    "state of another size": (lambda x, h: (x + h.sum(), h.repeat(1, 2)), {"x": X, "h": H}, STATE, "1, 2.*1, 4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_bundle_cannot_keep_is_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    node, example, state, said = REFUSED[name]
+    with pytest.raises(BundleError, match=said):
+        _export(tmp_path, node, example, state)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("prefix", ["selftest", "bench", "x" * 65, "9", 3])
+def test_a_prefix_that_cannot_name_files_is_refused(prefix: Any, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="prefix"):
+        _export(tmp_path, lambda x: x, {"x": X}, prefix=prefix)
