@@ -144,6 +144,8 @@ def test_a_sound_policy_passes_them_all(tmp_path: Path) -> None:
     action = ActionContract(names=("hip", "knee"), low=(-0.5,) * 2, high=(0.5,) * 2, squash="tanh", scale=0.5,
                             inside=("squash", "scale"))  # fmt: skip
     contract = stated(action=action, names=("a", "b", "c"))
+    (term,) = contract.observations or ()
+    contract = replace(contract, observations=(replace(term, low=(-100.0,) * 3, high=(200.0,) * 3),))
     bundle = attempt(tmp_path, normalised(nn.Tanh(), Times()), contract, targets=("c99", "numpy"))
     assert bundle.manifest["checks"] == dict.fromkeys(checks_module.CHECKS, "passed")
 
