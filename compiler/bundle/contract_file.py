@@ -88,9 +88,12 @@ def _build(kind: type[_Typed], data: Any, place: str) -> Any:
     given = {}
     for name, value in data.items():
         inside = f"{place}.{name}" if place else name
-        given[name] = (
-            decode_key(value) if name in KEYS and isinstance(value, str) else _made(hints[name], value, inside)
-        )
+        if name not in KEYS:
+            given[name] = _made(hints[name], value, inside)
+        elif isinstance(value, str):
+            given[name] = decode_key(value)
+        else:
+            raise ContractError(f"contract: {inside} is {_shown(value)}; expected a text, parts joined by '/'")
     needed = [f.name for f in fields(kind) if f.default is MISSING and f.name not in given]  # type: ignore[arg-type]
     if needed:
         raise ContractError(f"contract: {place} lacks {needed}")

@@ -31,10 +31,13 @@ class Recording:
 
     def row(self, t: int, keys: Sequence[Key], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Step ``t`` in the order of ``keys``; what was not recorded, a recurrent value, is that of ``like``."""
-        return tuple(
-            self.values[key][t].reshape(value.shape).to(value.dtype) if key in self.values else value
-            for key, value in zip(keys, like, strict=True)
-        )
+        made = []
+        for key, value in zip(keys, like, strict=True):
+            step = self.values[key][t] if key in self.values else value
+            if step.numel() != value.numel():
+                raise BundleError(f"the recorded {key!r} has {step.numel()} entries a step, the policy {value.numel()}")
+            made.append(step.reshape(value.shape).to(value.dtype))
+        return tuple(made)
 
     def spread(self, key: Key) -> Tensor | None:
         """Standard deviation of each entry, or ``None`` where it was not recorded, or only once."""
@@ -59,7 +62,7 @@ def read_recording(data: Any, keys: Sequence[Key]) -> Recording:
     ``is_init`` or ``reset``, where it is there, is true where an episode of [T, ...] starts; else there is one episode.
     Raises :class:`BundleError` for a key that lacks, another number of dims, or values that are not finite.
     """
-    td: TensorDictBase = _timed(data) if isinstance(data, Mapping) else as_example(data)
+    td: TensorDictBase = as_example(data) if isinstance(data, TensorDictBase) else _timed(data)
     present = list(td.keys(True, True))
     for key in keys:
         if td.get(key, None) is None:
@@ -81,7 +84,9 @@ def read_recording(data: Any, keys: Sequence[Key]) -> Recording:
     return Recording(values, tuple(resets.reshape(-1).tolist()))
 
 
-def _timed(data: Mapping[Any, Any]) -> TensorDictBase:
+def _timed(data: Any) -> TensorDictBase:
+    if not isinstance(data, Mapping):
+        raise BundleError(f"the recorded data are a {type(data).__name__}: expected a TensorDict or arrays by key")
     tensors = _tensors(data)
     lengths = {len(t) if t.dim() else 0 for t in tree_leaves(tensors)}
     if len(lengths) != 1:

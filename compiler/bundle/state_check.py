@@ -57,8 +57,8 @@ def _check_first_step(subject: Subject, values: Sequence[RecurrentState], fresh:
     if not torch.allclose(subject.command(other), wanted, rtol=1e-6, atol=1e-9):
         raise BundleError(f"an episode's first step depends on what {[s.key for s in values]} held before: the policy "
                           "does not reset it where is_init is set")  # fmt: skip
-    if any(s.reset_rule not in (None, "initial value") for s in values):
-        return  # the first step makes its state of its input
+    if not values or any(s.reset_rule not in (None, "initial value") for s in values):
+        return  # the flag itself is all there is, or the first step makes its state of its input
     if not torch.allclose(subject.command(fresh), wanted, rtol=1e-6, atol=1e-9):
         raise ContractError("an episode's first step as the policy itself starts it (is_init) differs from one "
                             "with the contract's initial state: is RecurrentState.initial training's?")  # fmt: skip

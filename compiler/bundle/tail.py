@@ -78,7 +78,7 @@ def tail_steps(program: Program, action: Key) -> dict[str, Any]:
     after, inside = nodes[at + 1 :], []
     stated: dict[str, Any] = {"squash": "none"}
     if at >= 0:
-        stated["squash"] = SQUASHES[nodes[at].target]
+        stated["squash"] = SQUASHES[nodes[at].target]  # type: ignore[index]
         inside.append("squash")
         for name, numbers, idle in zip(("scale", "offset"), factors(program, action), (1.0, 0.0), strict=True):
             if not np.allclose(numbers, idle, rtol=0, atol=1e-7):

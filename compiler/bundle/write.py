@@ -37,9 +37,9 @@ from graphrl.compiler.bundle.golden import make_golden
 from graphrl.compiler.bundle.graph_json import program_to_json
 from graphrl.compiler.bundle.load import SCHEMA_VERSION, Bundle, load
 from graphrl.compiler.bundle.names import check_prefix
-from graphrl.compiler.bundle.parity import Carried, measure
+from graphrl.compiler.bundle.parity import Carried, Run, measure
 from graphrl.compiler.bundle.ports import check_ports
-from graphrl.compiler.bundle.recorded import read_recording, with_ranges
+from graphrl.compiler.bundle.recorded import Recording, read_recording, with_ranges
 from graphrl.compiler.bundle.runners import RUNNERS, why_not_here
 from graphrl.compiler.bundle.state import acting_graph
 from graphrl.compiler.passes.pipeline import run_passes
@@ -93,12 +93,10 @@ def export(
     targets = _check_targets(targets)
     check_prefix(prefix)
     check_waivers(waive)
-    target = Path(path)
     if not isinstance(contract, (Contract, type(None))):
         made = ": Contract.from_dict(...) makes one of a dictionary" if isinstance(contract, Mapping) else ""
         raise ContractError(f"contract is a {type(contract).__name__}; expected graphrl.Contract{made}")
-    contract = contract or Contract()
-    graph, contract, starts = acting_graph(policy, normalize_key(action_key), contract)
+    graph, contract, starts = acting_graph(policy, normalize_key(action_key), contract or Contract())
     seen = _seen(example, graph, starts)
     rows = [seen[i : i + 1] for i in range(min(len(seen), 16))] if seen.batch_size else [seen]
     before = fingerprint(graph)
@@ -106,33 +104,41 @@ def export(
         live = run_passes(_trace(graph, rows[0]))
         check_ports(live, contract, targets)
         _check_program(live)
-        inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
-        ports = {"contract": contract.as_dict(), **program_to_json(live)}
         run = _eager(graph, rows[0], live)
-        reads = [p.key for p in live.inputs if p.key not in {s.key for s in contract.recurrent or ()}]
-        returns: list[float] = []
-        if closed_loop is not None:
-            asked = [p for p in ports["inputs"] if p["key"] in map(encode_key, reads)]
-            seat, returns = play(closed_loop, Carried(ports, run), asked, typed=False)
-            data = seat.recording() if data is None else data
-        recorded = None if data is None else read_recording(data, reads)
+        recorded, returns = _recorded(data, closed_loop, run, live, contract)
         contract = contract if recorded is None else with_ranges(contract, recorded)
+        inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
         golden = make_golden(live, inputs, contract.recurrent or (), recorded)
-        eager = measure(golden.arrays(live), ports, run)
+        ports = {"contract": contract.as_dict(), **program_to_json(live)}
         subject = Subject(
             contract, normalize_key(action_key), graph, before, live, golden, run, TOLERANCE, targets,
-            parity={"eager": eager}, example=seen, recorded=recorded,
+            parity={"eager": measure(golden.arrays(live), ports, run)}, example=seen, recorded=recorded,
         )  # fmt: skip
         run_checks(subject, PROGRAM_CHECKS, waive)
     deployed = run_passes(live, deploy=True)
-    with whole_folder(target, overwrite=overwrite) as folder:
+    with whole_folder(Path(path), overwrite=overwrite) as folder:
         _write(folder, subject, deployed, prefix)
         run_checks(subject, RUNTIME_CHECKS, waive)
         if closed_loop is not None:
             subject.closed_loop = run_closed_loop(subject, closed_loop, returns)
         _finish(subject)
         run_checks(subject, FILE_CHECKS, waive)
-    return load(target)
+    return load(path)
+
+
+def _recorded(
+    data: Any, drive: Drive | None, run: Run, live: Program, contract: Contract
+) -> tuple[Recording | None, list[float]]:
+    """What was recorded, or else what the eager policy sees in its environment; and its returns there."""
+    ports: dict[str, Any] = {"contract": contract.as_dict(), **program_to_json(live)}
+    returns: list[float] = []
+    carried = {s.key for s in contract.recurrent or ()}
+    if drive is not None:
+        asked = [given for given, p in zip(ports["inputs"], live.inputs, strict=True) if p.key not in carried]
+        seat, returns = play(drive, Carried(ports, run), asked, typed=False)
+        data = seat.recording() if data is None else data
+    reads = [p.key for p in live.inputs if p.key not in carried]
+    return None if data is None else read_recording(data, reads), returns
 
 
 def _check_targets(targets: Sequence[str]) -> list[str]:

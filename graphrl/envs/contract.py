@@ -58,7 +58,7 @@ def contract_from_env(env: EnvBase, policy: nn.Module, action_key: Key = "action
         term = replace(term, **(_entries(inner, key, size) if plain else _stacked(layers)))
         terms.append(replace(term, normalizer=_normalizer(policy, layers, key, start, start + size)))
         start += size
-    action, note = _action(env, inner, policy, len(keys) == len(list(policy.in_keys)), action_key)
+    action, note = _action(env, inner, policy, len(keys) == len(normalize_keys(policy.in_keys)), action_key)
     notes = [f"trained on {getattr(env, 'name', type(env).__name__)}", *note]
     notes += [f"wrapped in {', '.join(unknown)}"] if unknown else []
     model = getattr(inner, "model", None)
@@ -145,12 +145,12 @@ def _normalizer(policy: nn.Module, layers: Sequence[Any], key: Key, start: int, 
         norm = own[0]
         if len(norm.mean.reshape(-1)) < stop:
             return None
-        mean, std = norm.mean.reshape(-1)[start:stop], (norm.var.reshape(-1)[start:stop] + norm.eps).sqrt()
-        return Normalizer("inside", tuple(mean.tolist()), tuple(std.tolist()), norm.eps, norm.clip)
+        centre, std = norm.mean.reshape(-1)[start:stop], (norm.var.reshape(-1)[start:stop] + norm.eps).sqrt()
+        return Normalizer("inside", tuple(centre.tolist()), tuple(std.tolist()), norm.eps, norm.clip)
     if outer is not None and key == "observation":
         mean, var = np.ravel(outer.obs_rms.mean), np.ravel(outer.obs_rms.var)
-        std = np.sqrt(var + outer.epsilon)
-        return Normalizer("outside", tuple(mean.tolist()), tuple(std.tolist()), float(outer.epsilon))
+        spread = tuple(np.sqrt(var + outer.epsilon).tolist())
+        return Normalizer("outside", tuple(mean.tolist()), spread, float(outer.epsilon))
     return Normalizer("none")
 
 

@@ -31,7 +31,7 @@ class Driver:
     None for random actions. device: where the policy lives; rows are copied there and back. A recurrent entry is zero
     when an episode starts, then what the policy wrote to ``("next", key)``; its nodes tell which there are, and
     primers: ``{key: Spec}``, ``[num_envs, ...]``, those that no node tells. A policy that reads ``is_init`` gets it:
-    bool ``[num_envs, 1]``, true on first steps.
+    bool ``[num_envs, 1]``, true on first steps, and until it acts where random actions went before.
     Raises :class:`KeyMissingError` or :class:`SpecError` where the two do not fit.
     """
 
@@ -47,6 +47,7 @@ class Driver:
         self.device = torch.device("cpu" if device is None else device)
         self._action_spec = env.action_spec.to("cpu")
         self._state: list[Key] = []
+        self._drawn = 0  # first rows of the batch in which the policy does not act, and so carries nothing on
         primers = {**state_specs(policy, env.num_envs), **(primers or {})}
         state_spec = Composite(primers, env.batch_size) if primers else None
         if state_spec is not None:
@@ -90,6 +91,7 @@ class Driver:
 
     def draw(self, steps: int) -> None:
         """Draw the actions of the first ``steps`` rows at random, at once; those rows need no ``act``."""
+        self._drawn = steps
         if steps:
             self.buffers.action[:steps].copy_(self._action_spec.rand((steps,)))
             for rows in self.buffers.extra.values():  # a recurrent state stays zero while the policy does not run
@@ -185,7 +187,7 @@ class Driver:
             step_env(t)
             done = buffers.terminated[t] | buffers.truncated[t]
             if self._tracks_init:
-                buffers.root["is_init"][t + 1] = done
+                buffers.root["is_init"][t + 1] = done | (t < self._drawn)
             for key in state:
                 written = buffers.extra.get(("next", *((key,) if isinstance(key, str) else key)))
                 row = buffers.root[key][t + 1]

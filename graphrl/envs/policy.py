@@ -109,7 +109,7 @@ def state_specs(policy: Any, num_envs: int) -> dict[Key, Unbounded]:
     """
     nodes = [m for m in policy.modules() if isinstance(m, StateModule)] if isinstance(policy, nn.Module) else []
     specs: dict[Key, Unbounded] = {}
-    for node in (m for m in nodes if m.state_key in _plain(policy.in_keys)):
+    for node in (m for m in nodes if m.state_key in _plain(getattr(policy, "in_keys", ()))):
         following = next_key(node.state_key)
         if following not in _plain(policy.out_keys):
             raise KeyMissingError(

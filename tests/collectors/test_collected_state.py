@@ -78,6 +78,16 @@ def test_state_is_carried_starts_anew_with_the_episode_and_is_the_same_in_a_loss
     assert float(last["critic"]) < float(first_update["critic"])
 
 
+def test_a_memory_begins_where_the_policy_begins_to_act() -> None:
+    policy = actor(ObservationHistory(3, 3))
+    batches = SyncCollector(env(), policy, frames_per_batch=10, total_frames=20, init_random_frames=14)
+    batch = torch.cat([*batches], 1)  # five rows at random, and two more
+    assert batch["is_init"][:, :8].all() and not batch["is_init"][:, 8:].any()
+    x = batch["observation"]
+    assert torch.equal(batch["history"][:, 7], x[:, 7].repeat(1, 3))
+    assert torch.equal(batch["history"][:, 9], x[:, 7:].flatten(1)) and (batch["previous_action"][:, 7] == 0.5).all()
+
+
 def test_a_collected_log_replays_through_the_bundle(tmp_path: Path) -> None:
     torch.manual_seed(1)
     net = MLP(10, 1, num_cells=[16])

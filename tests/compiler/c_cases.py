@@ -167,6 +167,7 @@ def _products() -> list[Case]:
         Case("bmm", lambda a, b: torch.bmm(a.view(B, 7, 1), b.view(B, 1, 7)), 2),
         Case("ensemble", lambda a: torch.einsum("bi,eoi->beo", a, torch.stack([weight, weight * 2]))),
         Case("vector", lambda a: a @ weight[0]),
+        Case("one_weight", lambda a: a * weight[1, 2:3] + weight[2:3, 1]),  # views into a table, one number each
     ]
 
 

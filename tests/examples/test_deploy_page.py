@@ -23,7 +23,7 @@ SHORTER = {
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_every_command_of_the_page_works(tmp_path: Path) -> None:
     blocks = re.findall(r"```(bash|c|python)\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    kinds = "bash c bash bash python bash python bash bash bash bash bash"
+    kinds = "bash c bash bash python bash python bash bash bash bash bash python bash"
     assert [kind for kind, _ in blocks] == kinds.split()
     (tmp_path / "bin").mkdir()
     (tmp_path / "examples").symlink_to(PAGE.parents[1] / "examples")
@@ -51,7 +51,7 @@ def test_every_command_of_the_page_works(tmp_path: Path) -> None:
         told += result.stdout
     for part in ("status 0, action", "0 of ", "1000 steps: p50", "files intact, c99 within", "golden vectors agree",
                  "do not differ", "50 steps agree, within 0.0e+00", "" if no_loopback else "steps 60\n",
-                 "paced at 50 Hz", "stack at most", "\npaced: 50 calls, p50"):  # fmt: skip
+                 "paced at 50 Hz", "stack at most", "is_init 1.0 first step", "\npaced: 50 calls, p50"):  # fmt: skip
         assert part in told, part
     returns = re.findall(r"return (\S+) over 5 episodes", told)  # of the arm, driven in Python and in C
     assert no_loopback or (len(returns) == 2 and returns[0] == returns[1])

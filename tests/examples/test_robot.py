@@ -27,7 +27,7 @@ from torch import nn
 
 import graphrl as grl
 from graphrl.compiler.bundle import Contract
-from graphrl.models import MLP
+from graphrl.models import MLP, GRUModule, ObservationHistory, PreviousAction
 
 ROBOT = Path(__file__).parents[2] / "examples" / "robot"
 CC = shutil.which("cc") or shutil.which("gcc")
@@ -96,6 +96,19 @@ def pendulum(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @pytest.fixture(scope="module")
+def remembering(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A policy with a memory, a window that starts at its first observation, and its previous action."""
+    torch.manual_seed(4)
+    net, previous = MLP(3 * 3 + 8 + 1, 1, num_cells=[16]), PreviousAction(1, initial=0.5, clip=(-2.0, 2.0))
+    head = (lambda *x: 3 * net(torch.cat(x, -1)), ["history", "features", "previous_action"], ["action"])
+    policy = grl.KeyedGraph(GRUModule(3, 8), ObservationHistory(3, 3), previous, head, previous.feedback())
+    path = tmp_path_factory.mktemp("remembering") / "bundle"
+    bundle = grl.export(policy, path, {"observation": torch.randn(4, 3)}, targets=("c99", "numpy"),
+                        contract=Contract(rate_hz=20.0))  # fmt: skip
+    return make(bundle, policy, "plain.c")
+
+
+@pytest.fixture(scope="module")
 def arm(parts: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Made:
     pytest.importorskip("mujoco")
     bundle = parts.arm_policy.write_bundle(tmp_path_factory.mktemp("arm") / "bundle")
@@ -149,6 +162,32 @@ def test_the_pendulum_gets_the_return_of_the_eager_policy(parts: Any, pendulum: 
         wanted += float(reward)
     assert found == pytest.approx(wanted, rel=1e-4)
     assert told.startswith("driver: 200 steps, status 0,")
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_policy_with_state_is_driven_by_its_sensors_alone(parts: Any, remembering: Made, driver: str) -> None:
+    """The returns of two episodes, whose start the robot tells, are those that a collector gets."""
+    model = parts.model.Model("Pendulum-v1", seed=5)
+    link = link_to(parts, remembering, model)
+    process = remembering.start(driver, link.port)
+    parts.robot.run(model, link, 400, True, model.rate_hz)
+    code, _, err = finish(process)
+    assert code == 0, err
+    env = gymnasium.make("Pendulum-v1", disable_env_checker=True)
+    nodes = [m for m in remembering.policy.modules() if hasattr(m, "state_key")]
+    for episode, found in enumerate(model.finished):
+        observation, _ = env.reset(seed=5 + episode)
+        state = {m.state_key: m.initial_state(1) for m in nodes}
+        wanted = 0.0
+        for t in range(200):
+            given = {"observation": torch.from_numpy(observation)[None], "is_init": torch.tensor([[t == 0]])}
+            with torch.no_grad():
+                td = remembering.policy(TensorDict({**given, **state}, batch_size=[1]))
+            state = {key: td["next", key] for key in state}
+            observation, reward, *_ = env.step(np.clip(td["action"][0].numpy(), -2, 2))
+            wanted += float(reward)
+        assert found == pytest.approx(wanted, rel=1e-3)
+    assert len(model.finished) == 2
 
 
 @pytest.mark.parametrize("driver", DRIVERS)

@@ -132,15 +132,16 @@ def test_resuming_a_finished_run_says_so(tmp_path, capsys):
 
 def test_an_environment_of_one_s_own(tmp_path, capsys, monkeypatch):
     (tmp_path / "my_own_envs.py").write_text(
-        "import gymnasium\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
-        "gymnasium.register('MyOwn-v0', entry_point=CartPoleEnv, max_episode_steps=20)\n"
+        "import gymnasium\nfrom gymnasium.envs.classic_control import MountainCarEnv\n"
+        "gymnasium.register('MyOwn-v0', entry_point=MountainCarEnv, max_episode_steps=20)\n"
     )
     (tmp_path / "broken_envs.py").write_text("import my_own_envz\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert train("--env.id", "my_own_envs:MyOwn-v0", "--out", "run") == 0
-    assert main(["export", "run", "bundle", "--targets", "c99"]) == 2  # the environment tells no rate
-    assert "rate_hz" in capsys.readouterr().err
+    assert main(["export", "run", "bundle", "--targets", "c99"]) == 1  # the environment tells no rate
+    line = error_line(capsys)
+    assert "check 'rate'" in line and "rate_hz" in line and "--waive rate)" in line and "waive=" not in line
     assert main(["export", "run", "bundle", "--targets", "c99", "--rate-hz", "50"]) == 0
     assert main(["export", "run", "bundle", "--targets", "c99", "--rate-hz", "50"]) == 2
     assert "--overwrite" in error_line(capsys)
@@ -165,8 +166,26 @@ def test_export_fills_the_contract(tmp_path):
 
 
 def contract_of_export(folder):
-    assert main(["export", str(folder / "run"), str(folder / "bundle"), "--targets", "c99"]) == 0
+    assert main(["export", str(folder / "run"), str(folder / "bundle"), "--targets", "c99", "--episodes", "1"]) == 0
     return load(folder / "bundle").contract
+
+
+def test_export_takes_fields_from_a_file_and_runs_episodes(tmp_path, capsys):
+    assert train("--out", tmp_path / "run") == 0
+    fields = '{"observations": [{"key": "observation", "frame": "world"}], "action": {"unit": "N m"}}'
+    (tmp_path / "more.json").write_text(fields)
+    (tmp_path / "wrong.json").write_text('{"acton": {}}')
+    command = ["export", str(tmp_path / "run"), str(tmp_path / "bundle"), "--targets", "numpy"]
+    capsys.readouterr()
+    assert main([*command, "--contract", str(tmp_path / "wrong.json")]) == 2
+    assert "no field 'acton'" in (line := error_line(capsys)) and "Did you mean 'action'" in line
+    assert main([*command, "--contract", str(tmp_path / "more.json"), "--episodes", "1"]) == 0
+    assert "1 episodes: return numpy" in capsys.readouterr().out
+    contract = load(tmp_path / "bundle").contract
+    assert (contract["action"]["unit"], contract["observations"][0]["frame"]) == ("N m", "world")
+    assert main(["inspect", str(tmp_path / "bundle")]) == 0 and "in its environment" in capsys.readouterr().out
+    assert main([*command, "--episodes", "0", "--overwrite"]) == 0
+    assert load(tmp_path / "bundle").manifest["reports"]["parity"]["closed_loop"] is None
 
 
 def test_explain_lists_a_file_and_calls_only_functions(tmp_path, capsys):

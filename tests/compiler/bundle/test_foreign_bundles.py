@@ -124,7 +124,9 @@ def test_an_sb3_policy_that_chooses(algorithm: str) -> None:
 
     model = getattr(stable_baselines3, algorithm)("MlpPolicy", "CartPole-v1", seed=0, device="cpu")
     with torch.no_grad():
-        for parameter in (p for p in model.policy.parameters() if p.dim() == 2):  # as trained: it depends on what it sees
+        for parameter in (
+            p for p in model.policy.parameters() if p.dim() == 2
+        ):  # as trained: it depends on what it sees
             parameter.copy_(draw(*parameter.shape))
     observations = draw(12, 4)
     wanted, _ = model.predict(observations.numpy(), deterministic=True)
