@@ -33,9 +33,10 @@ class _Typed:
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if not _fits(value, hints[field.name]):
+                words = "Literal" in str(hints[field.name]) and isinstance(value, (tuple, list))
                 raise ContractError(
-                    f"{type(self).__name__}: {field.name} is {_shown(value)}; expected {_named(hints[field.name])}."
-                    + _nearest(value, hints[field.name])
+                    f"{type(self).__name__}: {field.name} is {tuple(value) if words else _shown(value)}; "
+                    f"expected {_named(hints[field.name])}." + _nearest(value, hints[field.name])
                 )
             if any(not math.isfinite(number) for number in _numbers(value)):
                 raise ContractError(
@@ -283,8 +284,6 @@ def _shown(value: Any) -> str:
     """The type of a value; for a sequence also those of its entries; a text itself."""
     name = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
     if isinstance(value, (tuple, list)):
-        if value and all(isinstance(v, str) for v in value):
-            return repr(tuple(value))
         name += f" of {', '.join(sorted({type(v).__name__ for v in value})) or 'nothing'} ({len(value)})"
     return name
 

@@ -52,7 +52,8 @@ class Bundle:
         waived = [name for name, text in said.items() if text.startswith("waived")]
         line = f"checks: {len(said) - len(idle) - len(waived)} passed"
         line += f", {len(waived)} waived ({', '.join(waived)})" if waived else ""
-        return line + (f", {len(idle)} had nothing to check ({', '.join(idle)}): fill the contract" if idle else "")
+        line += f", {len(idle)} had nothing to check ({', '.join(idle)})" if idle else ""
+        return line + (": fill the contract" if any("contract" in said[name] for name in idle) else "")
 
     def __repr__(self) -> str:
         return f"Bundle({str(self.source)!r}, targets={list(self.manifest['targets'])})"

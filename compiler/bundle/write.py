@@ -93,10 +93,7 @@ def export(
     targets = _check_targets(targets)
     check_prefix(prefix)
     check_waivers(waive)
-    if not isinstance(contract, (Contract, type(None))):
-        made = ": Contract.from_dict(...) makes one of a dictionary" if isinstance(contract, Mapping) else ""
-        raise ContractError(f"contract is a {type(contract).__name__}; expected graphrl.Contract{made}")
-    graph, contract, starts = acting_graph(policy, normalize_key(action_key), contract or Contract())
+    graph, contract, starts = acting_graph(policy, normalize_key(action_key), _stated(contract))
     seen = _seen(example, graph, starts)
     rows = [seen[i : i + 1] for i in range(min(len(seen), 16))] if seen.batch_size else [seen]
     before = fingerprint(graph)
@@ -151,6 +148,13 @@ def _check_targets(targets: Sequence[str]) -> list[str]:
         if "onnx" in targets and importlib.util.find_spec(package) is None:
             raise BundleError(f"target 'onnx' needs {package}: run  pip install 'graphrl[onnx]'  or leave it out")
     return [t for t in ALL_TARGETS if t in targets]
+
+
+def _stated(contract: Any) -> Contract:
+    if not isinstance(contract, (Contract, type(None))):
+        made = ": Contract.from_dict(...) makes one of a dictionary" if isinstance(contract, Mapping) else ""
+        raise ContractError(f"contract is a {type(contract).__name__}; expected graphrl.Contract{made}")
+    return contract or Contract()
 
 
 def _seen(example: Any, graph: KeyedGraph, starts: Mapping[Key, Tensor]) -> TensorDictBase:

@@ -317,6 +317,9 @@ def test_inputs_are_found_by_key_and_entries_by_name(tmp_path: Path) -> None:
     assert policy.step(named)["action"].tolist() == [3.0, 40.0] and policy.step(named)["action"].dtype == np.float32
     with pytest.raises(ValueError, match="'ankle'"):
         policy.step({**named, "x1": {"hip": 0.0, "ankle": 5.0}})
+    for step in (policy.step, run):
+        with pytest.raises(ValueError, match="'x1' is None: no reading came"):
+            step({**given, "x1": None})
     with pytest.raises(ValueError, match="'knee' is missing"):
         policy.step({**named, "x1": {"hip": 0.0}})
     assert [t["key"] for t in bundle.contract["observations"]] == ["x2", "x1"]

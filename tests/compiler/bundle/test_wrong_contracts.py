@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from robot_policies import make_policy
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from graphrl.compiler.bundle import ActionContract, Bundle, Contract, Normalizer, ObservationTerm, export
 from graphrl.compiler.bundle.front import stages
+from graphrl.compiler.bundle.tail import tail_steps
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.trace import trace
 from graphrl.errors import BundleError, ContractError
@@ -128,6 +130,21 @@ def test_the_true_contract_passes(tmp_path: Path) -> None:
     said = bundle.manifest["checks"]
     assert all(said[name] == "passed" for name in ("normalizer", "action", "order", "rate"))
     assert str(bundle).endswith("checks: 12 passed, 2 had nothing to check (range, allocation): fill the contract")
+
+
+@pytest.mark.parametrize("name", ["go1", "g1_fast_sac"])
+def test_a_robot_policy_keeps_what_its_program_and_statistics_tell(name: str, tmp_path: Path) -> None:
+    policy = make_policy(name, 16)
+    (norm,) = (m for m in policy.graph.modules() if isinstance(m, RunningNorm))
+    std = (norm.var + norm.eps).sqrt()
+    statistics = Normalizer("inside", tuple(norm.mean.tolist()), tuple(std.tolist()), norm.eps, norm.clip)
+    rows = torch.cat([*policy.episode(4)])
+    with torch.no_grad():
+        steps = tail_steps(run_passes(trace(policy.graph, rows[:1])), "action")
+    contract = Contract(policy.rate_hz, observations=(ObservationTerm("observation", normalizer=statistics),),
+                        action=ActionContract(**steps))  # fmt: skip
+    said = attempt(tmp_path, contract, policy.graph, rows).manifest["checks"]
+    assert said["normalizer"] == said["action"] == "passed"
 
 
 def test_a_wrong_order_can_be_waived(tmp_path: Path) -> None:
