@@ -142,7 +142,10 @@ def _state(manifest: Mapping[str, Any]) -> str:
     rows = [(f"`{s['key']}`", f"`{s['next_key']}`", _shape(ports[s["key"]]), repr(s["initial"]),
              _said(s["reset_rule"])) for s in recurrent]  # fmt: skip
     flags = [f"`{s['key']}`" for s in recurrent if s["reset_rule"] == FIRST_STEP]
-    told = f" {' and '.join(flags)}: true after a reset, false after a step. Nobody has to give it." if flags else ""
+    told = ""
+    if flags:
+        told = f" {' and '.join(flags)}: true after a reset, false after a step. Nobody has to give it; whoever puts "
+        told += "values of their own into the state of the C clears it."
     return f"Carried by every runtime itself; call its reset at the start of an episode.{told}\n\n" + _table(
         ("read at", "written at", "shape", "initial value", "reset rule"), rows
     )

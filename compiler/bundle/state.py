@@ -48,7 +48,7 @@ def acting_graph(
     following = [next_key(node.state_key) for node in nodes]
     graph = graph.select(out_keys=list(dict.fromkeys([*wanted, *following])))
     contract = _filled_in(contract, nodes, action)
-    carried = {s.key for s in contract.recurrent or ()}
+    carried = {normalize_key(s.key) for s in contract.recurrent or ()}
     for key in normalize_keys(list(graph.in_keys)):
         if next_key(key) in known and key not in carried:
             raise BundleError(
@@ -76,7 +76,8 @@ def _with_flags(
     graph: KeyedGraph, contract: Contract, nodes: list[Any], starts: dict[Key, Tensor]
 ) -> tuple[KeyedGraph, Contract, dict[Key, Tensor]]:
     """The graph and contract with each flag for an episode's first step as a state of its own."""
-    names, carried = {"is_init", *(node.is_init_key for node in nodes)}, [s.key for s in contract.recurrent or ()]
+    names = {"is_init", *(node.is_init_key for node in nodes)}
+    carried = [normalize_key(s.key) for s in contract.recurrent or ()]
     keys = [k for k in normalize_keys(list(graph.in_keys)) if k in names or k[-1] == "is_init"]
     for key in keys:
         if key in [normalize_key(t.key) for t in contract.observations or ()]:
@@ -95,7 +96,7 @@ def _with_flags(
 def _filled_in(contract: Contract, nodes: list[Any], action: Key) -> Contract:
     """The contract with what the nodes say in its empty fields."""
     facts = _facts(nodes)
-    stated = {s.key: s for s in contract.recurrent or ()}
+    stated = {normalize_key(s.key): s for s in contract.recurrent or ()}
     for (part, key), said in facts.items():
         if part == "recurrent" and key is not None:
             what = f"recurrent state {key!r}"

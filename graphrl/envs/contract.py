@@ -14,12 +14,13 @@ from tensordict.nn import InteractionType, set_interaction_type
 from torch import Tensor, nn
 
 from graphrl.compiler.bundle import ActionContract, Contract, Normalizer, ObservationTerm
+from graphrl.compiler.bundle.state import acting_graph
 from graphrl.compiler.bundle.tail import tail_steps
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.trace import trace
 from graphrl.envs.base import EnvBase
 from graphrl.envs.mujoco import actuator_fields, has_quaternion, observation_fields
-from graphrl.graph import KeyedGraph
+from graphrl.errors import BundleError
 from graphrl.keys import Key, next_key, normalize_keys
 from graphrl.models import RunningNorm
 from graphrl.specs import Bounded, Categorical
@@ -39,8 +40,8 @@ def contract_from_env(env: EnvBase, policy: nn.Module, action_key: Key = "action
     From the specs: keys, shapes, finite bounds. From the simulator (MuJoCo): names and units of entries, joints, pose,
     gains, rate, decimation; an environment of one's own may have ``entry_names``, {key: names}, the action's among
     them. From wrappers: a stack of frames, a ``NormalizeObservation``. From the policy: the statistics of its
-    ``RunningNorm``, and which of squash, scale and clip it performs (not of one with a state: its first step is no
-    plain function). Its state is told by its own nodes, at export. Behind a wrapper that this does not know, entries
+    ``RunningNorm``, and which of squash, scale and clip it performs. Its state is told by its own nodes, at export.
+    Behind a wrapper that this does not know, entries
     have no names, and no rate is told.
     """
     raw = getattr(env, "envs", [None])[0]
@@ -58,7 +59,7 @@ def contract_from_env(env: EnvBase, policy: nn.Module, action_key: Key = "action
         term = replace(term, **(_entries(inner, key, size) if plain else _stacked(layers)))
         terms.append(replace(term, normalizer=_normalizer(policy, layers, key, start, start + size)))
         start += size
-    action, note = _action(env, inner, policy, len(keys) == len(normalize_keys(policy.in_keys)), action_key)
+    action, note = _action(env, inner, policy, action_key)
     notes = [f"trained on {getattr(env, 'name', type(env).__name__)}", *note]
     notes += [f"wrapped in {', '.join(unknown)}"] if unknown else []
     model = getattr(inner, "model", None)
@@ -154,7 +155,7 @@ def _normalizer(policy: nn.Module, layers: Sequence[Any], key: Key, start: int, 
     return Normalizer("none")
 
 
-def _action(env: EnvBase, inner: Any, policy: nn.Module, complete: bool, key: Key) -> tuple[ActionContract, list[str]]:
+def _action(env: EnvBase, inner: Any, policy: nn.Module, key: Key) -> tuple[ActionContract, list[str]]:
     """The action's names, bounds and steps, and what the robot must do with it."""
     spec = env.action_spec
     if isinstance(spec, Categorical):
@@ -168,21 +169,31 @@ def _action(env: EnvBase, inner: Any, policy: nn.Module, complete: bool, key: Ke
     if hasattr(getattr(inner, "model", None), "actuator_trnid") and inner.model.nu == size:
         found = actuator_fields(inner)
         fields = {**fields, **found, **({"names": fields["names"]} if named is not None else {})}
-    fields.update(_steps(env, policy, key) if complete else {})
+    fields.update(_steps(env, policy, key))
     if not isinstance(spec, Bounded):
         return ActionContract(key, **fields), ["the action has no bounds"]
     low, high = _finite(spec.low), _finite(spec.high)
-    clipped = "clip" in fields.get("inside", ())
+    if "inside" not in fields:
+        return ActionContract(key, low=low, high=high, **fields), ["say in action.inside what the policy performs"]
+    clipped = "clip" in fields["inside"]
     if not clipped and low and high and len({*low}) == len({*high}) == 1 and None not in (*low, *high):
         fields["clip"] = (low[0], high[0])
     note = [] if clipped else ["clip the action to its bounds before use"]
-    return ActionContract(key, low=low, high=high, **{"inside": (), **fields}), note
+    return ActionContract(key, low=low, high=high, **fields), note
 
 
 def _steps(env: EnvBase, policy: nn.Module, key: Key) -> dict[str, Any]:
-    """Squash, scale, offset and clip that the traced policy ends in."""
-    graph = policy if isinstance(policy, KeyedGraph) else KeyedGraph(policy)
-    specs = {k: env.observation_spec[k] for k in policy.in_keys}  # type: ignore[union-attr]
-    row = TensorDict({k: torch.zeros(1, *s.shape[1:], dtype=s.dtype) for k, s in specs.items()}, batch_size=[1])
+    """Squash, scale, offset and clip that the traced policy ends in; nothing where an input's shape is not known."""
+    try:
+        graph, _, starts = acting_graph(policy, key, Contract())  # type: ignore[arg-type]
+    except BundleError:  # a state that only the user can tell
+        return {}
+    row = dict(starts)
+    for name in normalize_keys(list(graph.in_keys)):
+        if name in env.observation_spec.keys(True, True):
+            spec = env.observation_spec[name]
+            row[name] = torch.zeros(1, *spec.shape[1:], dtype=spec.dtype)
+        elif name not in row:
+            return {}
     with set_interaction_type(InteractionType.DETERMINISTIC), torch.no_grad():
-        return tail_steps(run_passes(trace(graph.select(out_keys=[key]), row)), key)
+        return tail_steps(run_passes(trace(graph, TensorDict(row, batch_size=[1]))), key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 from graphrl.compiler.bundle import Contract
 from graphrl.envs import GymEnv, contract_from_env
 from graphrl.graph import KeyedGraph
-from graphrl.models import CategoricalActor, GaussianActor, RunningNorm, TanhGaussianActor
+from graphrl.models import CategoricalActor, GaussianActor, ObservationHistory, RunningNorm, TanhGaussianActor
 
 pytest.importorskip("mujoco", reason="needs mujoco")
 ROBOT = Path(__file__).parents[2] / "examples" / "robot"
@@ -131,7 +130,6 @@ def test_an_environment_s_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
         norm = RunningNorm(12)
         norm.mean.copy_(torch.arange(12))
         contract = contract_from_env(env, GaussianActor(12, 4, in_keys=list(keys), normalizer=norm))
-    sys.modules.pop("arm", None)
     terms, action = contract.observations or (), contract.action
     assert [t.key for t in terms] == keys and {t.names for t in terms} == {("waist", "shoulder", "elbow", "wrist")}
     assert [t.normalizer and t.normalizer.mean for t in terms] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
@@ -158,6 +156,17 @@ def test_steps_that_the_policy_performs() -> None:
     clipped = KeyedGraph((nn.Sequential(nn.Linear(3, 1), nn.Hardtanh(-2, 2)), ["observation"], ["action"]))
     action = told("Pendulum-v1", clipped).action
     assert action is not None and (action.squash, action.inside, action.clip) == ("none", ("clip",), (-2.0, 2.0))
+
+
+def test_a_policy_with_a_state_is_looked_at_too() -> None:
+    net = nn.Sequential(nn.Linear(12, 1), nn.Hardtanh(-2, 2))
+    graph = KeyedGraph(ObservationHistory(3, 4), (net, ["history"], ["action"]))
+    contract = told("Pendulum-v1", graph)
+    assert [t.key for t in contract.observations or ()] == ["observation"]
+    assert contract.action is not None and contract.action.inside == ("clip",)
+    cell = KeyedGraph((nn.GRUCell(3, 8), ["observation", "h"], [("next", "h")]), (net[1], [("next", "h")], ["action"]))
+    contract = told("Pendulum-v1", cell)  # nobody knows how large h is, nor where it starts
+    assert contract.action is not None and contract.action.inside is None and "action.inside" in str(contract.notes)
 
 
 def test_normalisers_inside_and_around() -> None:
