@@ -140,7 +140,7 @@ def _scaled(node: fx.Node, varying: fx.Node, fixed: Mapping[fx.Node, Tensor]) ->
             return None
         outs.append(out.double())
     shift, gain = outs[0], outs[1] - outs[0]
-    for x, out in ((-3.0, outs[2]), (spread.reshape(shift.shape), outs[3])):
+    for x, out in ((torch.full_like(shift, -3.0), outs[2]), (spread.reshape(shift.shape), outs[3])):
         if not torch.allclose(gain * x + shift, out, rtol=1e-5, atol=1e-6):
             return None
     return gain, shift

@@ -70,13 +70,13 @@ def _check_numbers(term: ObservationTerm, seen: list[Stage], others: dict[Any, l
                             f"{_entry(term, at)} is {_formula(gain, shift)} in the program, and {stated}. "
                             f"{_hint(norm, at, gain, terms, shift, size) or 'Of another training?'}"
                             f"{_whose(norm, others, size)}")  # fmt: skip
-    told, gain, shift = seen[-1].entries(size)
-    scale = gain * np.array(norm.std)
-    rest = shift + scale * np.array(norm.mean) / np.array(norm.std)
+    told, gains, shifts = seen[-1].entries(size)
+    scale = gains * np.array(norm.std)
+    rest = shifts + gains * np.array(norm.mean)
     if told.any() and np.mean(_off(scale[told], 1) & _off(rest[told], 0)) > 0.5:
         at = int(np.flatnonzero(told)[0])
         raise ContractError(f"the program normalises {term.key!r} again after the stated normaliser: {_entry(term, at)}"
-                            f" is {_formula(gain[at], shift[at])} in the end: twice?")  # fmt: skip
+                            f" is {_formula(gains[at], shifts[at])} in the end: twice?")  # fmt: skip
     if norm.clip is not None and not any(s.clip and np.allclose(s.clip, (-norm.clip, norm.clip)) for s in seen):
         clips = sorted({s.clip for s in seen if s.clip})
         raise ContractError(f"the contract clips the normalised {term.key!r} to +-{norm.clip:g}, and the program "

@@ -94,13 +94,11 @@ def export(
     check_prefix(prefix)
     check_waivers(waive)
     graph, contract, starts = acting_graph(policy, normalize_key(action_key), _stated(contract))
-    seen = _seen(example, graph, starts)
-    rows = [seen[i : i + 1] for i in range(min(len(seen), 16))] if seen.batch_size else [seen]
+    seen, rows = _seen(example, graph, starts)
     before = fingerprint(graph)
     with _acting(policy, graph):
-        live = run_passes(_trace(graph, rows[0]))
+        live = _traced(graph, rows[0])
         check_ports(live, contract, targets)
-        _check_program(live)
         run = _eager(graph, rows[0], live)
         recorded, returns = _recorded(data, closed_loop, run, live, contract)
         contract = contract if recorded is None else with_ranges(contract, recorded)
@@ -157,8 +155,8 @@ def _stated(contract: Any) -> Contract:
     return contract or Contract()
 
 
-def _seen(example: Any, graph: KeyedGraph, starts: Mapping[Key, Tensor]) -> TensorDictBase:
-    """The example as a batch [N], or one row without batch dims; state that it lacks is that of a start."""
+def _seen(example: Any, graph: KeyedGraph, starts: Mapping[Key, Tensor]) -> tuple[TensorDictBase, list[TensorDictBase]]:
+    """The example as a batch [N] and its first rows [1], or one without batch dims; state it lacks is a start's."""
     td = as_example(example)
     lacking = [key for key in starts if td.get(key, None) is None]
     if lacking:
@@ -181,19 +179,21 @@ def _seen(example: Any, graph: KeyedGraph, starts: Mapping[Key, Tensor]) -> Tens
             raise BundleError(f"{key!r} of the example has NaN or infinity in {len(bad)} row(s), the first is row "
                               f"{int(bad[0])}: a robot's status reports that as a fault. Leave such rows out, "
                               f"example[example[{key!r}].isfinite().flatten(1).all(1)]")  # fmt: skip
-    return td
+    return td, [td[i : i + 1] for i in range(min(len(td), 16))] if td.batch_size else [td]
 
 
-def _trace(graph: KeyedGraph, row: TensorDictBase) -> Program:
-    """The program; where float64 in the example is what stops it, the error says so."""
+def _traced(graph: KeyedGraph, row: TensorDictBase) -> Program:
+    """The program, whose weights and operations are fit to act; where float64 in the example is what stops it, the error says so."""
     try:
-        return trace(graph, row)
+        program = run_passes(trace(graph, row))
     except Exception as error:
         wide = [key for key, value in row.items(True, True) if value.dtype == torch.float64]
         if wide and "dtype" in str(error):
             raise BundleError(f"{wide[0]!r} is float64 in the example, and the policy computes in another dtype: give "
                               f"example[{wide[0]!r}].float(). The policy said: {error}") from error  # fmt: skip
         raise
+    _check_program(program)
+    return program
 
 
 @contextlib.contextmanager
