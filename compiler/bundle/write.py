@@ -183,7 +183,7 @@ def _seen(example: Any, graph: KeyedGraph, starts: Mapping[Key, Tensor]) -> tupl
 
 
 def _traced(graph: KeyedGraph, row: TensorDictBase) -> Program:
-    """The program, whose weights and operations are fit to act; where float64 in the example is what stops it, the error says so."""
+    """The program, fit to act; the error says so where float64 in the example is what stops it."""
     try:
         program = run_passes(trace(graph, row))
     except Exception as error:
