@@ -77,6 +77,8 @@ class CPolicy:
         for key, target in self._into.items():
             if key not in observation:
                 raise ValueError(f"{key!r} is missing: this policy reads {list(self._into)}, got {list(observation)}")
+            if observation[key] is None:
+                raise ValueError(f"{key!r} is None: no reading came? Expected an array of shape {target.shape}")
             value = np.asarray(observation[key])
             row = target.shape[1:] if target.shape[:1] == (1,) else target.shape
             if value.shape not in (target.shape, row, (1, *target.shape)):

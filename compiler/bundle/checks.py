@@ -2,157 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
+from graphrl.compiler.bundle.action_check import check_action
 from graphrl.compiler.bundle.c_bench import measure_c
-from graphrl.compiler.bundle.contract import ActionContract, Contract, ObservationTerm, check_against
-from graphrl.compiler.bundle.front import holds, subtracted
-from graphrl.compiler.bundle.golden import Golden
+from graphrl.compiler.bundle.contract import Contract, check_against
 from graphrl.compiler.bundle.names import c_names
-from graphrl.compiler.bundle.parity import Carried, Parity, Player, Run
-from graphrl.compiler.bundle.recorded import Recording
-from graphrl.compiler.bundle.runners import CPlayer
+from graphrl.compiler.bundle.normalizer_check import check_normalizer
+from graphrl.compiler.bundle.range_check import check_range
 from graphrl.compiler.bundle.runtime import NON_FINITE_INPUT, NON_FINITE_OUTPUT, OUT_OF_RANGE, Policy
-from graphrl.compiler.bundle.state import start_like
 from graphrl.compiler.bundle.state_check import check_state
-from graphrl.compiler.bundle.tail import constants, reach, squashes
+from graphrl.compiler.bundle.subject import Skipped, Subject, fingerprint, frozen
 from graphrl.compiler.bundle.verify import verify
-from graphrl.compiler.program import Program
-from graphrl.compiler.verify import float64_reference
 from graphrl.errors import BundleError, ContractError, did_you_mean
-from graphrl.keys import Key, encode_key
+from graphrl.keys import encode_key
 
 __all__ = ["CHECKS", "Subject", "check_waivers", "fingerprint", "run_checks"]
 
 CALLS = 1000
 """Steps of the C over which memory and threads are counted."""
-
-
-class Skipped(Exception):
-    """A check that has nothing to look at, with the reason."""
-
-
-@dataclass
-class Subject:
-    """An export on its way: what was traced, and, once the files are written, its folder and runtimes by target."""
-
-    contract: Contract
-    action: Key
-    policy: nn.Module
-    state: str  # fingerprint of the policy before anything was run
-    live: Program
-    golden: Golden
-    eager: Run
-    tolerance: float
-    targets: Sequence[str]
-    folder: Path = field(default_factory=Path)
-    manifest: dict[str, Any] = field(default_factory=dict)
-    runs: dict[str, tuple[Run, Player | None]] = field(default_factory=dict)
-    parity: dict[str, Parity] = field(default_factory=dict)
-    recorded: Recording | None = None
-    closed_loop: dict[str, Any] | None = None
-
-    @property
-    def initial(self) -> dict[Key, Any]:
-        """Recurrent values as an episode starts with them, by key: a number, or all of them."""
-        return {s.key: s.initial for s in self.contract.recurrent or ()}
-
-    @property
-    def observations(self) -> list[int]:
-        """Positions of the inputs that are floats and no recurrent values."""
-        ports = enumerate(self.live.inputs)
-        return [i for i, p in ports if p.dtype.is_floating_point and p.key not in self.initial and np.prod(p.shape)]
-
-    @property
-    def players(self) -> dict[str, Any]:
-        """Each runtime at hand, with a state of its own."""
-        return {name: player or Carried(self.manifest, run) for name, (run, player) in self.runs.items()}
-
-    @property
-    def typed(self) -> dict[str, CPlayer | Policy]:
-        """The runtimes of graphrl's own: those that check what they are given, and report a status."""
-        return {name: p for name, (_, p) in self.runs.items() if isinstance(p, (CPlayer, Policy))}
-
-    def terms(self) -> dict[int, ObservationTerm]:
-        """The contract's statement on each observation, by the position of the input."""
-        if self.contract.observations is None:
-            raise Skipped("the contract declares no observations")
-        stated = {t.key: t for t in self.contract.observations}
-        return {i: stated[self.live.inputs[i].key] for i in self.observations if self.live.inputs[i].key in stated}
-
-    def row(self, changed: Mapping[int, Tensor] | None = None, at: int = 0) -> list[Tensor]:
-        """A golden row, recurrent values at their start, and ``changed`` at these positions."""
-        row = [start_like(v, self.initial[p.key]) if p.key in self.initial else v.clone()
-               for v, p in zip(self.golden.inputs[at], self.live.inputs, strict=True)]  # fmt: skip
-        for i, value in (changed or {}).items():
-            row[i] = value.to(row[i].dtype)
-        return row
-
-    def command(self, row: Sequence[Tensor]) -> Tensor:
-        """The action of one row, in float64."""
-        position = list(self.live.out_keys).index(self.action)
-        return float64_reference(self.live, row)[position].double().reshape(-1)
-
-    def seen(self, row: Sequence[Tensor]) -> dict[str, np.ndarray]:
-        """A row as a runtime with its own state reads it."""
-        ports = zip(self.live.inputs, row, strict=True)
-        return {encode_key(p.key): value.numpy() for p, value in ports if p.key not in self.initial}
-
-
-def check_normalizer(subject: Subject) -> None:
-    """Each observation has a normaliser or an explicit "none", where and what the contract says; none still learns."""
-    if fingerprint(subject.policy) != subject.state:
-        raise BundleError("a weight or buffer of the policy changed while it was run: a normaliser still learning?")
-    terms, fixed = subject.terms(), constants(subject.live)
-    for i, term in terms.items():
-        norm, name = term.normalizer, term.key
-        if norm is None:
-            raise ContractError(f"nothing is said of how {name!r} is normalised: give its ObservationTerm a "
-                                "Normalizer, Normalizer('none') where there is none")  # fmt: skip
-        found = subtracted(subject.live, i, fixed)
-        if norm.where != "inside" and found:
-            raise ContractError(f"the contract says that {name!r} is normalised {norm.where!r}, and the program "
-                                f"normalises it by {found!r}: twice on the robot?")  # fmt: skip
-        if norm.where == "inside":
-            if norm.mean is None or norm.std is None:
-                raise ContractError(f"the normaliser of {name!r} is inside, but its mean and std are not stated")
-            for what, numbers in (("mean", [norm.mean]), ("std", [norm.std, 1 / np.array(norm.std)])):
-                if not any(holds(value, np.array(n)) for value in fixed.values() for n in numbers):
-                    raise ContractError(f"the normaliser of {name!r} is stated as inside, but the program has no such "
-                                        f"{what}: missing, or of another training")  # fmt: skip
-        _check_shift(subject, i, term)
-
-
-def _check_shift(subject: Subject, i: int, term: ObservationTerm) -> None:
-    """One standard deviation more must change the action in an example row: a saturated network sees nothing."""
-    norm, position = term.normalizer, list(subject.live.out_keys).index(subject.action)
-    kinds = subject.golden.kinds  # extreme and random rows may leave the range that the sensors have
-    rows = [at for at, kind in enumerate(kinds) if kind in ("example", "recorded")] or [0]
-    seen = None if subject.recorded is None else subject.recorded.spread(term.key)
-    bases = [subject.golden.inputs[at][i] for at in rows]
-    spread = torch.ones(()) if seen is None else seen.reshape(bases[0].shape)
-    if norm is not None and norm.where == "inside" and norm.mean is not None and norm.std is not None:
-        bases = [torch.tensor(norm.mean).reshape(bases[0].shape)] * len(bases)
-        spread = torch.tensor(norm.std).reshape(bases[0].shape)
-
-    def moves(at: int, base: Tensor) -> bool:
-        still, *moved = (subject.command(subject.row({i: base + sign * spread}, at)) for sign in (0, 1, -1))
-        return max(float((still - x).abs().max()) for x in moved) > 1e-6 * subject.golden.scales[position]
-
-    if subject.live.outputs[position].dtype.is_floating_point:  # a choice may well stay the same
-        if not any(map(moves, rows, bases)):
-            raise BundleError(f"the action does not change when {term.key!r} moves by one standard deviation: "
-                              "normaliser missing or wrong, or the network saturated or blind to it")  # fmt: skip
 
 
 def check_sampling(subject: Subject) -> None:
@@ -165,58 +41,6 @@ def check_sampling(subject: Subject) -> None:
             if not np.array_equal(a, b):
                 raise BundleError(f"the {name} gives two values of {port.key!r} for one observation: training mode, "
                                   "dropout, sampling, or a Python variable that it changes")  # fmt: skip
-
-
-def check_action(subject: Subject) -> None:
-    """Squash, scale and clip are where the contract says, once."""
-    action = subject.contract.action
-    if action is None:
-        raise Skipped("the contract does not state the action")
-    stated = [n for n in ("low", "high", "squash", "scale", "offset", "clip") if getattr(action, n) is not None]
-    if not stated:
-        raise Skipped("the contract states neither bounds nor scaling of the action")
-    if action.inside is None:
-        raise ContractError(f"the contract states the action's {stated}, but not which of squash, scale, offset and "
-                            "clip the program performs: say inside=(...), () for none")  # fmt: skip
-    found = squashes(subject.live, subject.action)
-    twice = f"the action ends in {' and '.join(found)}"
-    if found and action.squash == "none":
-        raise ContractError(f"{twice}, and the contract says that there is no squash")
-    if len(found) > 1 and "squash" in action.inside:
-        raise BundleError(f"{twice}: a squash doubled")
-    if action.squash in found and "squash" not in action.inside:
-        raise BundleError(f"{twice}, and the contract leaves the {action.squash} to the caller: a squash doubled?")
-    if not {"squash", "clip"} & set(action.inside):
-        return
-    _check_bounds(subject, action)
-    scaled = action.scale is None or "scale" in action.inside
-    if (
-        found
-        and "squash" in action.inside
-        and scaled
-        and None not in (*(action.low or [None]), *(action.high or [None]))
-    ):
-        low, high = (np.array(v, np.float64) for v in (action.low, action.high))
-        for wanted, got in zip((low, high), reach(subject.live, subject.action), strict=True):
-            if not np.allclose(got, wanted, rtol=0, atol=1e-3 * float((high - low).max())):
-                raise BundleError(f"the action can reach {got.tolist()}, and its bound is {wanted.tolist()}: a squash "
-                                  "or scale missing, or doubled?")  # fmt: skip
-
-
-def _check_bounds(subject: Subject, action: ActionContract) -> None:
-    """Golden rows, among them some of three standard deviations, stay within the bounds."""
-    position = list(subject.live.out_keys).index(subject.action)
-    for bound, sign in (("low", 1), ("high", -1)):
-        values = getattr(action, bound)
-        if values is None:
-            continue
-        limit = torch.tensor([-sign * np.inf if v is None else v for v in values], dtype=torch.float64)
-        for row in subject.golden.outputs:
-            if bool((sign * (row[position].double().reshape(-1) - limit) < -1e-5).any()):
-                raise BundleError(
-                    f"the action leaves its bounds ({bound} {list(values)}) although the contract says that "
-                    f"{list(action.inside or ())} happen inside the program: a squash or scale missing, or doubled?"
-                )
 
 
 def check_inputs(subject: Subject) -> None:
@@ -244,13 +68,20 @@ def check_keys(subject: Subject) -> None:
             c_names([p.key for p in ports])
 
 
+def _check_orders(contract: Contract) -> None:
+    """No two of the contract's lists have the same names in two orders."""
+    action = contract.action
+    lists = [(repr(t.key), t.names) for t in contract.observations or ()]
+    lists += [(f"the action's {n}", getattr(action, n, None)) for n in ("names", "joint_names")]
+    for (a, first), (b, second) in itertools.combinations([(what, list(names)) for what, names in lists if names], 2):
+        if first != second and sorted(first) == sorted(second):
+            raise ContractError(f"{a} and {b} have the same names in two orders, {first} and {second}: one of them is "
+                                "not the policy's. State both as the policy has them")  # fmt: skip
+
+
 def check_order(subject: Subject) -> None:
     """The names are one order, and moving one named entry moves that entry in every runtime."""
-    action = subject.contract.action
-    if action is not None and action.names and action.joint_names and action.names != action.joint_names:
-        if sorted(action.names) == sorted(action.joint_names):
-            raise ContractError(f"the action's names {list(action.names)} and joint_names {list(action.joint_names)} "
-                                "are the same in two orders: one of them is not the policy's")  # fmt: skip
+    _check_orders(subject.contract)
     named = {i: t.names for i, t in subject.terms().items() if t.names}
     if not named:
         raise Skipped("the contract names no entries of an observation")
@@ -357,7 +188,7 @@ def check_parity(subject: Subject) -> None:
         if not found.worst <= subject.tolerance:
             raise BundleError(
                 f"{runtime} differs from the float64 reference by {found.worst:.2e} of the action's scale "
-                f"({found.where}); {subject.tolerance:.0e} is allowed"
+                f"({found.where}); {subject.tolerance:.0e} is allowed{frozen(subject)}"
             )
 
 
@@ -375,8 +206,8 @@ def check_files(subject: Subject) -> None:
 
 
 PROGRAM_CHECKS: dict[str, Callable[[Subject], None]] = {
-    "inputs": check_inputs, "keys": check_keys, "normalizer": check_normalizer, "sampling": check_sampling,
-    "action": check_action, "rate": check_rate,
+    "inputs": check_inputs, "keys": check_keys, "range": check_range, "normalizer": check_normalizer,
+    "sampling": check_sampling, "action": check_action, "rate": check_rate,
 }  # fmt: skip
 """Of the traced program, before anything is written."""
 RUNTIME_CHECKS: dict[str, Callable[[Subject], None]] = {
@@ -417,12 +248,3 @@ def run_checks(subject: Subject, checks: Mapping[str, Callable[[Subject], None]]
             said[name] = f"waived: {error}"
         else:
             said[name] += " (waived without need)" if name in waive else ""
-
-
-def fingerprint(policy: nn.Module) -> str:
-    """Hash of every parameter and buffer of a policy."""
-    digest = hashlib.sha256()
-    for name, tensor in (*policy.named_parameters(), *policy.named_buffers()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -33,8 +33,10 @@ class _Typed:
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if not _fits(value, hints[field.name]):
+                words = "Literal" in str(hints[field.name]) and isinstance(value, (tuple, list))
                 raise ContractError(
-                    f"{type(self).__name__}: {field.name} is {_shown(value)}; expected {_named(hints[field.name])}"
+                    f"{type(self).__name__}: {field.name} is {tuple(value) if words else _shown(value)}; "
+                    f"expected {_named(hints[field.name])}." + _nearest(value, hints[field.name])
                 )
             if any(not math.isfinite(number) for number in _numbers(value)):
                 raise ContractError(
@@ -109,7 +111,9 @@ class ActionContract(_Typed):
     """The output: names in order, bounds, and the steps between the network's number and the motor's command.
 
     command = clip(squash(x) * scale + offset). ``inside``: those of ``"squash" "scale" "offset" "clip"`` that the
-    program performs; the caller does the others. ``squash="none"``: there is none.
+    program performs, with the numbers stated; the caller does the others. ``squash="none"``: there is none.
+    ``low``, ``high``: what the command can be after all of them, not the joint's mechanical limits. ``default_pose``:
+    the joints at rest, added to nothing: an action relative to it has it as ``offset`` too.
     """
 
     key: Key = "action"
@@ -296,6 +300,18 @@ def _named(hint: Any) -> str:
     if hint is type(None):
         return "None"
     return f"graphrl.compiler.bundle.{hint.__name__}" if issubclass(hint, _Typed) else str(hint.__name__)
+
+
+def _nearest(value: Any, hint: Any) -> str:
+    """A hint where a word was given, and the field takes one of a few others."""
+    inner = get_args(hint)
+    if get_origin(hint) is not Literal:
+        return next(filter(None, (_nearest(value, option) for option in inner)), "")
+    for word in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(word, str) and word not in inner:
+            squash = f" {word!r} is a squash: inside=('squash',), squash={word!r}." if "squash" in inner else ""
+            return did_you_mean(word, inner) or (squash if word in ("tanh", "sigmoid") else "")
+    return ""
 
 
 def _check_names(what: str, names: Sequence[str] | None) -> None:

@@ -43,12 +43,24 @@ class Bundle:
         """Largest relative error of each runtime against float64, as measured when the bundle was written."""
         return self.manifest["reports"]["parity"]["max_relative_error"]  # type: ignore[no-any-return]
 
+    @property
+    def checks(self) -> str:
+        """One line on what the checks said: how many passed, and which were waived or had nothing to look at."""
+        said: dict[str, str] = self.manifest["checks"]
+        idle = [name for name, text in said.items() if text.startswith("nothing to check")]
+        waived = [name for name, text in said.items() if text.startswith("waived")]
+        line = f"checks: {len(said) - len(idle) - len(waived)} passed"
+        line += f", {len(waived)} waived ({', '.join(waived)})" if waived else ""
+        line += f", {len(idle)} had nothing to check ({', '.join(idle)})" if idle else ""
+        return line + (": fill the contract" if any("contract" in said[name] for name in idle) else "")
+
     def __repr__(self) -> str:
         return f"Bundle({str(self.source)!r}, targets={list(self.manifest['targets'])})"
 
     def __str__(self) -> str:
         lines = [f"bundle {self.source}: {', '.join(self.manifest['targets'])}"]
         lines += [f"  {name}: largest error {error:.1e} against float64" for name, error in self.parity.items()]
+        lines += [self.checks] if self.manifest.get("checks") else []
         return "\n".join(lines)
 
     def policy(self) -> CPolicy:

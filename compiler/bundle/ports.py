@@ -58,6 +58,6 @@ def _check_state(state: RecurrentState, program: Program) -> None:
                             f"{b.key!r} as {list(b.shape)} {b.dtype}: a carried value keeps both")  # fmt: skip
     with np.errstate(all="ignore"):
         held = np.asarray(state.initial).astype(str(a.dtype).removeprefix("torch."))
-    if not np.isfinite(held) or (held != state.initial and not a.dtype.is_floating_point):
+    if not np.isfinite(held).all() or (np.any(held != state.initial) and not a.dtype.is_floating_point):
         raise ContractError(f"RecurrentState {state.key!r}: initial is {state.initial!r}; expected a finite number "
                             f"that {a.dtype} can hold")  # fmt: skip

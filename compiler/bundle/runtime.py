@@ -990,6 +990,8 @@ class Policy:
                 raise ValueError(f"{key!r} is a dict, but the contract has no names for its entries: pass an array")
             self._check_names(value, names, names, f"entry of {key!r}")
             value = [value[name] for name in names]
+        if value is None:
+            raise ValueError(f"{key!r} is None: no reading came? Expected an array of shape {port['shape'][1:]}")
         array, shape = np.asarray(value), tuple(port["shape"])
         if array.shape not in (shape, shape[1:] if shape[:1] == (1,) else shape):
             raise ValueError(f"{key!r} has shape {array.shape}, expected {shape[1:] if shape[:1] == (1,) else shape}")

@@ -39,8 +39,8 @@ def check_state(subject: Subject) -> None:
         _check_first_step(subject, values, fresh)
     after = float64_reference(subject.live, fresh)
     carried = {keys.index(s.key): after[outputs.index(s.next_key)] for s in values}
-    second = float64_reference(subject.live, subject.row({**quiet, **carried}))
-    pairs = list(zip(second, after, strict=True))  # a choice may well stay the same: the state then moves
+    later = float64_reference(subject.live, subject.row({**quiet, **carried}))
+    pairs = list(zip(later, after, strict=True))  # a choice may well stay the same: the state then moves
     if subject.live.outputs[outputs.index(subject.action)].dtype.is_floating_point:
         pairs = [pairs[outputs.index(subject.action)]]
     if values and all(torch.equal(a, b) for a, b in pairs):

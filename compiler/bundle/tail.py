@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from graphrl.compiler.program import Program
 from graphrl.keys import Key
 
-__all__ = ["constants", "reach", "squashes", "tail_steps"]
+__all__ = ["CLIPS", "FAR", "SQUASHES", "clips", "constants", "factors", "reach", "squashes", "tail_steps"]
 
 aten = torch.ops.aten
 SQUASHES = {aten.tanh.default: "tanh", aten.sigmoid.default: "sigmoid"}
@@ -20,7 +20,8 @@ CLIPS = frozenset({
 })  # fmt: skip
 PASSED = frozenset({
     aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.neg.default, aten.view.default,
-    aten._to_copy.default, *CLIPS,
+    aten._to_copy.default, aten.clone.default, aten.expand.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.unsqueeze.default, aten.slice.Tensor, aten.permute.default, *CLIPS,
 })  # fmt: skip
 FAR = 1e6
 
@@ -52,6 +53,20 @@ def reach(program: Program, action: Key) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(*ends), np.maximum(*ends)
 
 
+def clips(program: Program, action: Key) -> bool:
+    """Whether the action is clipped behind the last layer."""
+    return any(n.target in CLIPS for n in _tail(program, action)[1])
+
+
+def factors(program: Program, action: Key) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and offset behind the last squash, or behind the last layer where there is none, clips passed over."""
+    root, nodes = _tail(program, action)
+    at = max((i for i, n in enumerate(nodes) if n.target in SQUASHES), default=-1)
+    root = nodes[at] if at >= 0 else root
+    zero, half = (_evaluate(program, root, nodes[at + 1 :], value, clipped=False) for value in (0.0, 0.5))
+    return 2 * (half - zero), zero
+
+
 def tail_steps(program: Program, action: Key) -> dict[str, Any]:
     """Squash, scale, offset and clip as the program performs them, in the words of an ``ActionContract``.
 
@@ -65,8 +80,7 @@ def tail_steps(program: Program, action: Key) -> dict[str, Any]:
     if at >= 0:
         stated["squash"] = SQUASHES[nodes[at].target]  # type: ignore[index]
         inside.append("squash")
-        at_zero, at_half = (_evaluate(program, nodes[at], after, value) for value in (0.0, 0.5))
-        for name, numbers, idle in (("scale", 2 * (at_half - at_zero), 1.0), ("offset", at_zero, 0.0)):
+        for name, numbers, idle in zip(("scale", "offset"), factors(program, action), (1.0, 0.0), strict=True):
             if not np.allclose(numbers, idle, rtol=0, atol=1e-7):
                 inside.append(name)
                 stated[name] = tuple(numbers.tolist())
@@ -78,11 +92,15 @@ def tail_steps(program: Program, action: Key) -> dict[str, Any]:
     return {**stated, "inside": tuple(inside)}
 
 
-def _evaluate(program: Program, root: fx.Node, nodes: list[fx.Node], value: float) -> np.ndarray:
-    """The action where ``root`` is ``value`` in each entry."""
+def _evaluate(program: Program, root: fx.Node, nodes: list[fx.Node], value: float, clipped: bool = True) -> np.ndarray:
+    """The action where ``root`` is ``value`` in each entry; without ``clipped`` as if no clip were there."""
+    fixed = constants(program)
     like = root.meta["val"]
-    values: dict[fx.Node, Any] = {**constants(program), root: torch.full(like.shape, value, dtype=like.dtype)}
+    values: dict[fx.Node, Any] = {**fixed, root: torch.full(like.shape, value, dtype=like.dtype)}
     for node in nodes:
+        if node.target in CLIPS and not clipped:
+            values[node] = next(values[n] for n in node.all_input_nodes if n not in fixed)
+            continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         operation: Any = node.target
         values[node] = operation(*args, **kwargs)

@@ -48,7 +48,7 @@ from graphrl.compiler.bundle.state import acting_graph
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Program
 from graphrl.compiler.trace import as_example, trace
-from graphrl.errors import BundleError, CompileError, did_you_mean
+from graphrl.errors import BundleError, CompileError, ContractError, did_you_mean
 from graphrl.graph import KeyedGraph
 from graphrl.keys import Key, encode_key, normalize_key, normalize_keys
 
@@ -97,13 +97,12 @@ def export(
     targets = _check_targets(targets)
     check_prefix(prefix)
     check_waivers(waive)
-    graph, contract, starts = acting_graph(policy, normalize_key(action_key), contract or Contract())
-    rows = _rows(example, graph, starts)
+    graph, contract, starts = acting_graph(policy, normalize_key(action_key), _stated(contract))
+    seen, rows = _seen(example, graph, starts)
     before = fingerprint(graph)
     with _acting(policy, graph):
-        live = run_passes(trace(graph, rows[0]))
+        live = _traced(graph, rows[0])
         check_ports(live, contract, targets)
-        _check_program(live)
         run = _eager(graph, rows[0], live)
         recorded, returns = _recorded(data, closed_loop, run, live, contract)
         contract = contract if recorded is None else with_ranges(contract, recorded)
@@ -112,7 +111,7 @@ def export(
         ports = {"contract": contract.as_dict(), **program_to_json(live)}
         subject = Subject(
             contract, normalize_key(action_key), graph, before, live, golden, run, TOLERANCE, targets,
-            parity={"eager": measure(golden.arrays(live), ports, run)}, recorded=recorded,
+            parity={"eager": measure(golden.arrays(live), ports, run)}, example=seen, recorded=recorded,
         )  # fmt: skip
         run_checks(subject, PROGRAM_CHECKS, waive)
     deployed = run_passes(live, deploy=True)
@@ -155,8 +154,15 @@ def _check_targets(targets: Sequence[str]) -> list[str]:
     return [t for t in ALL_TARGETS if t in targets]
 
 
-def _rows(example: Any, graph: KeyedGraph, starts: Mapping[Key, Tensor]) -> list[TensorDictBase]:
-    """The example as rows of batch size [1] (or one row without batch dims); state that it lacks is that of a start."""
+def _stated(contract: Any) -> Contract:
+    if not isinstance(contract, (Contract, type(None))):
+        made = ": Contract.from_dict(...) makes one of a dictionary" if isinstance(contract, Mapping) else ""
+        raise ContractError(f"contract is a {type(contract).__name__}; expected graphrl.Contract{made}")
+    return contract or Contract()
+
+
+def _seen(example: Any, graph: KeyedGraph, starts: Mapping[Key, Tensor]) -> tuple[TensorDictBase, list[TensorDictBase]]:
+    """The example as a batch [N] and its first rows [1], or one without batch dims; state it lacks is a start's."""
     td = as_example(example)
     lacking = [key for key in starts if td.get(key, None) is None]
     if lacking:
@@ -170,16 +176,30 @@ def _rows(example: Any, graph: KeyedGraph, starts: Mapping[Key, Tensor]) -> list
             f"the policy reads {missing}, but the example has {present}.{did_you_mean(missing[0], present)}"
         )
     td = td.select(*graph.in_keys).detach().cpu().clone()
-    for key, value in td.items(True, True):
-        if value.is_floating_point() and not torch.isfinite(value).all():
-            raise BundleError(f"{key!r} of the example has NaN or infinity, which a robot's status reports as a fault: "
-                              "give rows that a robot may see")  # fmt: skip
-    if not td.batch_size:
-        return [td]
     if not td.batch_size.numel():
         raise BundleError("the example is an empty batch: give at least one observation")
-    flat = td.reshape(-1)
-    return [flat[i : i + 1] for i in range(min(flat.shape[0], 16))]
+    td = td.reshape(-1) if td.batch_size else td
+    for key, value in td.items(True, True):
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            bad = (~torch.isfinite(value)).reshape(len(td) if td.batch_size else 1, -1).any(1).nonzero().reshape(-1)
+            raise BundleError(f"{key!r} of the example has NaN or infinity in {len(bad)} row(s), the first is row "
+                              f"{int(bad[0])}: a robot's status reports that as a fault. Leave such rows out, "
+                              f"example[example[{key!r}].isfinite().flatten(1).all(1)]")  # fmt: skip
+    return td, [td[i : i + 1] for i in range(min(len(td), 16))] if td.batch_size else [td]
+
+
+def _traced(graph: KeyedGraph, row: TensorDictBase) -> Program:
+    """The program, fit to act; the error says so where float64 in the example is what stops it."""
+    try:
+        program = run_passes(trace(graph, row))
+    except Exception as error:
+        wide = [key for key, value in row.items(True, True) if value.dtype == torch.float64]
+        if wide and "dtype" in str(error):
+            raise BundleError(f"{wide[0]!r} is float64 in the example, and the policy computes in another dtype: give "
+                              f"example[{wide[0]!r}].float(). The policy said: {error}") from error  # fmt: skip
+        raise
+    _check_program(program)
+    return program
 
 
 @contextlib.contextmanager

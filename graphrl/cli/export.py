@@ -54,6 +54,7 @@ def run(arguments: list[str]) -> None:
     )
     parity = ", ".join(f"{name} {error:.1e}" for name, error in bundle.parity.items())
     print(f"{bundle.source}: {', '.join(bundle.manifest['targets'])}; largest error against float64: {parity}")
+    print(bundle.checks)
     loop = bundle.manifest["reports"]["parity"]["closed_loop"]
     if loop is not None:
         print(f"{options.episodes} episodes: {closed_loop_text(loop)}")

@@ -94,8 +94,9 @@ class Times(nn.Module):
 NONE = Normalizer("none")
 FAULTS: dict[str, tuple[str, Callable[[], KeyedGraph], Contract | None, str]] = {
     "nothing said": ("normalizer", normalised, stated(None), "nothing is said of how 'observation'"),
-    "left out": ("normalizer", plain, stated(), "stated as inside, but the program has no such mean"),
-    "another training's": ("normalizer", normalised, stated(replace(INSIDE, std=(2.0, 0.5, 11.0))), "no such std"),
+    "left out": ("normalizer", plain, stated(), "program does not normalise it"),
+    "another training's": ("normalizer", normalised, stated(replace(INSIDE, std=(2.0, 0.5, 11.0))),
+                           r"entry 2 is \(x - 100\) / 10 in the program, and the contract says \(x - 100\) / 11"),
     "done twice": ("normalizer", normalised, stated(NONE), "twice on the robot"),
     "saturated": ("normalizer", lambda: plain(nn.Hardtanh(), Times()), stated(NONE), "does not change when"),
     "learning by assignment": ("normalizer", lambda: KeyedGraph((Rebinding(), ["observation"], ["action"])), None,
@@ -103,15 +104,16 @@ FAULTS: dict[str, tuple[str, Callable[[], KeyedGraph], Contract | None, str]] = 
     "counts its calls": ("sampling", lambda: KeyedGraph((counted(), ["observation"], ["action"])), None, "two values"),
     "dropout": ("sampling", lambda: KeyedGraph((lambda x: nn.functional.dropout(x, 0.5, True), ["observation"],
                                                 ["action"])), None, "left in"),
-    "squash missing": ("action", lambda: plain(), with_bounds(("squash",)), "leaves its bounds"),
+    "squash missing": ("action", lambda: plain(), with_bounds(("squash",), squash="tanh"), "the program has none"),
     "squash doubled": ("action", lambda: plain(nn.Tanh(), nn.Tanh()), with_bounds(("squash",), 1.0), "tanh and tanh"),
     "squash left to the caller": ("action", lambda: plain(nn.Tanh()), with_bounds((), squash="tanh"), "doubled"),
-    "scale missing": ("action", lambda: normalised(nn.Tanh()), with_bounds(("squash", "scale"), 2.0), "can reach"),
-    "scale doubled": ("action", lambda: normalised(nn.Tanh(), Times(), Times()), with_bounds(("squash", "scale")),
-                      r"can reach \[-0.25"),
+    "scale missing": ("action", lambda: normalised(nn.Tanh()), with_bounds(
+        ("squash", "scale"), 2.0, squash="tanh", scale=2.0), "scale is 2.0, and the program's"),
+    "scale doubled": ("action", lambda: normalised(nn.Tanh(), Times(), Times()), with_bounds(
+        ("squash", "scale"), squash="tanh", scale=0.5), r"scale is 0.5, and the program's \(0.25"),
     "inside not said": ("action", lambda: plain(), with_bounds(None), "which of squash, scale"),
     "joints in another order": ("order", lambda: plain(), stated(NONE, action=ActionContract(
-        names=("hip", "knee"), joint_names=("knee", "hip"))), "same in two orders"),
+        names=("hip", "knee"), joint_names=("knee", "hip"))), "same names in two orders"),
     "privileged input": ("inputs", lambda: KeyedGraph((lambda x, y: x + y, ["observation", "friction"], ["action"])),
                          stated(NONE), "'friction'.*privileged"),
     "no rate": ("rate", plain, stated(NONE, rate_hz=None), "no rate_hz"),
@@ -139,9 +141,11 @@ def test_a_fault_in_the_policy_or_its_contract_stops_the_export(fault: str, tmp_
 
 
 def test_a_sound_policy_passes_them_all(tmp_path: Path) -> None:
-    action = ActionContract(names=("hip", "knee"), low=(-0.5,) * 2, high=(0.5,) * 2, squash="tanh",
+    action = ActionContract(names=("hip", "knee"), low=(-0.5,) * 2, high=(0.5,) * 2, squash="tanh", scale=0.5,
                             inside=("squash", "scale"))  # fmt: skip
     contract = stated(action=action, names=("a", "b", "c"))
+    (term,) = contract.observations or ()
+    contract = replace(contract, observations=(replace(term, low=(-100.0,) * 3, high=(200.0,) * 3),))
     bundle = attempt(tmp_path, normalised(nn.Tanh(), Times()), contract, targets=("c99", "numpy"))
     assert bundle.manifest["checks"] == dict.fromkeys(checks_module.CHECKS, "passed")
 
@@ -313,6 +317,9 @@ def test_inputs_are_found_by_key_and_entries_by_name(tmp_path: Path) -> None:
     assert policy.step(named)["action"].tolist() == [3.0, 40.0] and policy.step(named)["action"].dtype == np.float32
     with pytest.raises(ValueError, match="'ankle'"):
         policy.step({**named, "x1": {"hip": 0.0, "ankle": 5.0}})
+    for step in (policy.step, run):
+        with pytest.raises(ValueError, match="'x1' is None: no reading came"):
+            step({**given, "x1": None})
     with pytest.raises(ValueError, match="'knee' is missing"):
         policy.step({**named, "x1": {"hip": 0.0}})
     assert [t["key"] for t in bundle.contract["observations"]] == ["x2", "x1"]

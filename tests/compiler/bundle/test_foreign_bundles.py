@@ -67,6 +67,8 @@ def test_a_torchrl_actor_behind_its_environment_s_normaliser() -> None:
         seen = TensorDict(observation=observations.clone(), batch_size=[6])
         wanted = made["actor"](made["env"].transform.freeze()._step(seen, seen))["action"]
     assert_acts_like("torchrl_bundle", observations.numpy(), wanted.numpy())
+    said = load("torchrl_bundle").manifest["checks"]
+    assert said["normalizer"] == said["action"] == "passed"
 
 
 def lopsided() -> Any:
@@ -114,6 +116,23 @@ def test_an_sb3_policy_with_its_bounds_and_normaliser(algorithm: str, normalised
     if normalised:
         mean = bundle.contract["observations"][0]["normalizer"]["mean"]
         assert mean == pytest.approx(env.obs_rms.mean.tolist(), rel=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", ["PPO", "DQN"])
+def test_an_sb3_policy_that_chooses(algorithm: str) -> None:
+    import stable_baselines3
+
+    model = getattr(stable_baselines3, algorithm)("MlpPolicy", "CartPole-v1", seed=0, device="cpu")
+    with torch.no_grad():
+        for parameter in (
+            p for p in model.policy.parameters() if p.dim() == 2
+        ):  # as trained: it depends on what it sees
+            parameter.copy_(draw(*parameter.shape))
+    observations = draw(12, 4)
+    wanted, _ = model.predict(observations.numpy(), deterministic=True)
+    graph, fields = run(1)["from_sb3"](model)
+    grl.export(graph, "bundle", {"observation": observations}, contract=grl.Contract(rate_hz=50, **fields))
+    assert_acts_like("bundle", observations.numpy(), wanted)
 
 
 def test_the_page_s_sb3_example() -> None:

@@ -74,14 +74,16 @@ def test_a_standard_deviation_is_the_recording_s(tmp_path: Path) -> None:
 
 def test_the_recorded_episodes_are_in_the_sequence(tmp_path: Path) -> None:
     data = {"observation": SEEN, "reset": STEPS % 20 == 0}
-    bundle = write(tmp_path, data, gru(), CONTRACT, START)
+    (term,) = CONTRACT.observations or ()
+    contract = replace(CONTRACT, observations=(replace(term, low=(-200.0,) * 3, high=(200.0,) * 3),))
+    bundle = write(tmp_path, data, gru(), contract, START)
     with np.load(bundle.path / "golden.npz") as golden:
         resets, seen = golden["sequence/reset"], golden["sequence/in/observation"]
     starts = np.flatnonzero(resets).tolist()
     assert starts == [0, 10, 20, 30] and len(resets) == 40
     assert (seen[20:30, 0] == SEEN[:10].numpy()).all() and (seen[30:40, 0] == SEEN[20:30].numpy()).all()
     episodes = TensorDict(observation=SEEN.view(2, 20, 3), batch_size=[2, 20])
-    assert write(tmp_path / "again", episodes, gru(), CONTRACT, START).manifest == bundle.manifest
+    assert write(tmp_path / "again", episodes, gru(), contract, START).manifest == bundle.manifest
 
 
 @pytest.mark.parametrize(
