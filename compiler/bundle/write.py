@@ -292,8 +292,9 @@ def _interface(files: CFiles, prefix: str) -> dict[str, Any]:
         [{"key": encode_key(m.key), "name": m.name, "c_type": m.c_type, "shape": list(m.shape), "size": m.size,
           "place": m.place} for m in members] for members in (files.inputs, files.outputs)
     ]  # fmt: skip
-    return {"prefix": prefix, "stack_bytes": files.stack_bytes, "weight_bytes": files.weight_bytes,
-            "inputs": sides[0], "outputs": sides[1]}  # fmt: skip
+    scratch = [{"name": name, "c_type": kind, "size": size} for name, kind, size in files.scratch]
+    return {"prefix": prefix, "weight_bytes": files.weight_bytes, "scratch": scratch, "inputs": sides[0],
+            "outputs": sides[1]}  # fmt: skip
 
 
 def _manifest(

@@ -37,8 +37,14 @@ def source(program: Program, name: str, embed: bool = True) -> str:
     cast = ", ".join(
         f"({'' if a.written else 'const '}{a.c_type} *)p[{place[a.kind] + a.index}]" for a in generated.arguments
     )
-    entry = f"void {name}(void *const *p)"
-    return f"{HEAD}{generated.code}\n{entry};\n{entry}\n{{\n    {name}_run({cast});\n}}\n"
+    entry, given = f"void {name}(void *const *p)", [cast]
+    own = ""
+    if embed:  # a robot's caller owns the scratch memory
+        own = "".join(f"    static {kind} {arena}[{size}];\n" for arena, kind, size in generated.scratch)
+        given += [arena for arena, _, _ in generated.scratch]
+    return (
+        f"{HEAD}{generated.code}\n{entry};\n{entry}\n{{\n{own}    {name}_run({', '.join(filter(None, given))});\n}}\n"
+    )
 
 
 def build(folder: Path, sources: dict[str, str], *flags: str, compiler: str | None = CC) -> ctypes.CDLL:
