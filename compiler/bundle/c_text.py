@@ -61,11 +61,13 @@ def write_c(
     tolerance: float,
     scales: Sequence[float],
     prefix: str = "policy",
+    weights: str = "float32",
 ) -> CFiles:
     """C99 files for a deployed ``program`` (weights frozen, no draws).
 
     golden: for each row, the program's inputs (float32) and then its outputs (float64). scales: a size for each output;
-    the self-test allows ``tolerance`` times the larger of it and the row's own largest value.
+    the self-test allows ``tolerance`` times the larger of it and the row's own largest value. weights: how those of
+    products are stored, where that loses nothing.
     Raises :class:`BundleError` for a program that cannot become C, naming the operation.
     """
     check_prefix(prefix)
@@ -75,7 +77,7 @@ def write_c(
         names = [slot.name for slot in program.state if slot.mutated]
         raise BundleError(f"the policy changes its own buffers {names} when called: is a normaliser still learning?")
     try:
-        generated = generate(program, embed=True, name=f"{prefix}_run")
+        generated = generate(program, embed=True, name=f"{prefix}_run", weights=weights)
     except Unsupported as problem:
         raise BundleError(f"c99: {problem.explain(program)}") from None
     inputs, outputs = _members(program, contract)

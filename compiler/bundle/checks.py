@@ -23,6 +23,7 @@ from graphrl.compiler.bundle.runners import CPlayer
 from graphrl.compiler.bundle.runtime import NON_FINITE_INPUT, NON_FINITE_OUTPUT, OUT_OF_RANGE, Policy
 from graphrl.compiler.bundle.tail import reach, squashes
 from graphrl.compiler.bundle.verify import verify
+from graphrl.compiler.bundle.weights import check_rounding
 from graphrl.compiler.program import Program
 from graphrl.compiler.verify import float64_reference
 from graphrl.errors import BundleError, ContractError, did_you_mean
@@ -55,6 +56,8 @@ class Subject:
     manifest: dict[str, Any] = field(default_factory=dict)
     runs: dict[str, tuple[Run, Player | None]] = field(default_factory=dict)
     parity: dict[str, Parity] = field(default_factory=dict)
+    weights: str = "float32"
+    rounding: Parity | None = None  # what rounded weights move
 
     @property
     def initial(self) -> dict[Key, float]:
@@ -217,6 +220,13 @@ def check_rate(subject: Subject) -> None:
         raise Skipped("the contract declares no observations")
     if subject.contract.rate_hz is None:
         raise ContractError("the contract declares observations but no rate_hz: control steps a second, 1 / dt")
+
+
+def check_weights(subject: Subject) -> None:
+    """Rounding the weights moves no output far."""
+    if subject.rounding is None:
+        raise Skipped("weights are float32")
+    check_rounding(subject.weights, subject.rounding)
 
 
 def check_keys(subject: Subject) -> None:
@@ -392,7 +402,7 @@ def check_files(subject: Subject) -> None:
 
 PROGRAM_CHECKS: dict[str, Callable[[Subject], None]] = {
     "inputs": check_inputs, "keys": check_keys, "normalizer": check_normalizer, "sampling": check_sampling,
-    "action": check_action, "rate": check_rate,
+    "action": check_action, "rate": check_rate, "weights": check_weights,
 }  # fmt: skip
 """Of the traced program, before anything is written."""
 RUNTIME_CHECKS: dict[str, Callable[[Subject], None]] = {

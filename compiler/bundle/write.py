@@ -31,15 +31,18 @@ from graphrl.compiler.bundle.checks import (
 from graphrl.compiler.bundle.contract import Contract
 from graphrl.compiler.bundle.contract_text import contract_text
 from graphrl.compiler.bundle.files import dump_json, dump_npz, hash_files, sha256, whole_folder
-from graphrl.compiler.bundle.golden import make_golden
+from graphrl.compiler.bundle.golden import Golden, make_golden
 from graphrl.compiler.bundle.graph_json import program_to_json
 from graphrl.compiler.bundle.load import SCHEMA_VERSION, Bundle, load
 from graphrl.compiler.bundle.names import check_prefix
-from graphrl.compiler.bundle.parity import measure
+from graphrl.compiler.bundle.parity import Parity, measure
 from graphrl.compiler.bundle.runners import RUNNERS, why_not_here
+from graphrl.compiler.bundle.weights import LIMITS, check_format, round_weights
+from graphrl.compiler.passes.fold_normalizer import fold_normalizer
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Program
 from graphrl.compiler.trace import as_example, trace
+from graphrl.compiler.verify import float64_reference
 from graphrl.errors import BundleError, CompileError, did_you_mean
 from graphrl.graph import KeyedGraph
 from graphrl.keys import Key, encode_key, normalize_key, normalize_keys
@@ -64,6 +67,7 @@ def export(
     prefix: str = "policy",
     action_key: Key = "action",
     waive: Sequence[str] = (),
+    weights: str = "float32",
     overwrite: bool = False,
 ) -> Bundle:
     """Write ``policy`` as a bundle for a robot: C99, ONNX, numpy runtime, weights, contract, golden vectors, parity.
@@ -73,9 +77,10 @@ def export(
     example: a batch of observations; its first row fixes the shapes, up to 16 rows become golden vectors.
     contract: what the robot must know; checked against the policy. Without one, all its fields are null.
     prefix: start of the C names. waive: names of checks (``checks.CHECKS``) whose failure the manifest records instead
-    of stopping. The bundle, a folder or one file ``.zip``, appears whole or not at all; ``overwrite`` replaces one only
-    once the new one is verified. The same policy, example and contract give the same bytes (``pt2`` apart: torch
-    numbers each package anew).
+    of stopping. weights: ``"float16"`` or ``"int8"`` rounds those of products in every runtime; the C stores them so,
+    and the reports tell what it moved. The bundle, a folder or one file ``.zip``, appears whole or not at all;
+    ``overwrite`` replaces one only once the new one is verified. The same policy, example and contract give the same
+    bytes (``pt2`` apart: torch numbers each package anew).
 
     Raises :class:`BundleError` with the reason: a missing action, weights that are not finite, sampling or a buffer
     that changes, an operation without C, ONNX or numpy form, parity beyond 1e-5 of the action's scale, an unwritable
@@ -84,6 +89,7 @@ def export(
     targets = _check_targets(targets)
     check_prefix(prefix)
     check_waivers(waive)
+    check_format(weights)
     target = Path(path)
     contract = contract or Contract()
     graph = _acting_graph(policy, normalize_key(action_key), contract)
@@ -100,12 +106,14 @@ def export(
         ports = {"contract": contract.as_dict(), **program_to_json(live)}
         run = _eager(graph, rows[0], live)
         eager = measure(golden.arrays(live), ports, run)
+        live, golden, rounding = _rounded(live, golden, weights, inputs, contract)
         subject = Subject(
             contract, normalize_key(action_key), graph, before, live, golden, run, TOLERANCE, targets,
-            parity={"eager": eager},
+            parity={"eager": eager}, weights=weights, rounding=rounding,
         )  # fmt: skip
         run_checks(subject, PROGRAM_CHECKS, waive)
-    deployed = run_passes(live, deploy=True)
+    # a normaliser in the weights would make them others than the rounded ones, and spread the columns of int8
+    deployed = run_passes(live, deploy=True, without=() if rounding is None else (fold_normalizer,))
     with whole_folder(target, overwrite=overwrite) as folder:
         _write(folder, subject, deployed, prefix)
         run_checks(subject, RUNTIME_CHECKS, waive)
@@ -210,6 +218,22 @@ def _eager(graph: KeyedGraph, row: TensorDictBase, program: Program) -> Any:
     return run
 
 
+def _rounded(
+    live: Program, golden: Golden, form: str, inputs: Sequence[tuple[Tensor, ...]], contract: Contract
+) -> tuple[Program, Golden, Parity | None]:
+    """The program with rounded weights, its golden vectors, and how far it is from ``live``, both in float64."""
+    if form == "float32":
+        return live, golden, None
+    rounded = round_weights(live, form)
+
+    def run(row: Sequence[Any]) -> list[Any]:
+        return [t.numpy() for t in float64_reference(rounded, [torch.as_tensor(a) for a in row])]
+
+    ports = {"contract": contract.as_dict(), **program_to_json(live)}
+    moved = measure(golden.arrays(live), ports, run)
+    return rounded, make_golden(rounded, inputs, contract.recurrent or ()), moved
+
+
 @dataclass(frozen=True)
 class _Identity:
     contract: dict[str, Any]
@@ -234,7 +258,7 @@ def _write(folder: Path, subject: Subject, deployed: Program, prefix: str) -> No
     (folder / "c_policy.py").write_bytes((Path(__file__).parent / "c_policy.py").read_bytes())
     interface = None
     if "c99" in targets:
-        files = write_c(deployed, contract, golden.rows(), TOLERANCE, golden.scales, prefix)
+        files = write_c(deployed, contract, golden.rows(), TOLERANCE, golden.scales, prefix, subject.weights)
         (folder / "c").mkdir()
         for name, text in files.files.items():
             (folder / "c" / name).write_text(text)
@@ -250,7 +274,7 @@ def _write(folder: Path, subject: Subject, deployed: Program, prefix: str) -> No
             raise BundleError(str(error)) from error
     if "numpy" in targets:
         (folder / "runtime.py").write_bytes((Path(__file__).parent / "runtime.py").read_bytes())
-    said = subject.manifest
+    said = {"weights": subject.weights, **subject.manifest}
     subject.folder, subject.manifest = folder, {**_manifest(live, who, targets, interface), **said}
     (folder / "manifest.json").write_text(dump_json(subject.manifest))
     subject.runs = {t: RUNNERS[t](folder, subject.manifest) for t in targets if why_not_here(t) is None}
@@ -271,7 +295,11 @@ def _finish(subject: Subject) -> None:
         "max_absolute_error": {name: p.absolute for name, p in parity.items()},
         "sequence_relative_error": {name: p.sequence for name, p in parity.items()},
     }
-    report = {"contract_hash": manifest["contract_hash"], "reference": "eager in float64", **summary}
+    if (moved := subject.rounding) is not None:
+        summary["rounding"] = {"relative": moved.relative, "absolute": moved.absolute, "sequence": moved.sequence,
+                               "allowed": LIMITS[subject.weights]}  # fmt: skip
+    reference = "eager in float64" + (f", weights rounded to {subject.weights}" if moved is not None else "")
+    report = {"contract_hash": manifest["contract_hash"], "reference": reference, **summary}
     manifest["reports"] = {"parity": summary}
     (folder / "reports").mkdir()
     (folder / "reports" / "parity.json").write_text(dump_json(report))

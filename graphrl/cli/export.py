@@ -26,6 +26,8 @@ class Export:
     """Control steps a second, where the environment does not tell."""
     waive: tuple[str, ...] = ()
     """Checks whose failure the manifest records instead of stopping the export."""
+    weights: str = "float32"
+    """Or "float16", "int8": weights of products rounded so, in every runtime, and stored so in the C."""
     overwrite: bool = False
     """Replace a bundle that is there."""
 
@@ -39,6 +41,7 @@ def run(arguments: list[str]) -> None:
         options.targets,
         rate_hz=options.rate_hz,
         waive=options.waive,
+        weights=options.weights,
         overwrite=options.overwrite,
     )
     parity = ", ".join(f"{name} {error:.1e}" for name, error in bundle.parity.items())
@@ -52,6 +55,7 @@ def export_run(
     *,
     rate_hz: float | None = None,
     waive: tuple[str, ...] = (),
+    weights: str = "float32",
     overwrite: bool = False,
 ) -> Any:
     """The policy of a run as a bundle; its contract says what the environment knows: rate, action bounds.
@@ -67,7 +71,9 @@ def export_run(
         example = env.reset()
         contract = contract_of(env, config, policy)
         contract = contract if rate_hz is None else replace(contract, rate_hz=rate_hz)
-    return export(policy, out, example, targets=targets, contract=contract, waive=waive, overwrite=overwrite)
+    return export(
+        policy, out, example, targets=targets, contract=contract, waive=waive, weights=weights, overwrite=overwrite
+    )
 
 
 def contract_of(env: Any, config: Any, policy: Any) -> Any:

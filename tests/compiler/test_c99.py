@@ -30,9 +30,9 @@ HEAD = "#include <math.h>\n#include <stdint.h>\n\n"
 ACTIVATIONS = (nn.Tanh, nn.ReLU, nn.ELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.GELU)
 
 
-def source(program: Program, name: str, embed: bool = True) -> str:
+def source(program: Program, name: str, embed: bool = True, weights: str = "float32") -> str:
     """C text with an exported ``name(void *const *p)`` over inputs and then outputs."""
-    generated = generate(program, embed=embed, name=f"{name}_run")
+    generated = generate(program, embed=embed, name=f"{name}_run", weights=weights)
     place = {"input": 0, "output": len(program.inputs)}
     cast = ", ".join(
         f"({'' if a.written else 'const '}{a.c_type} *)p[{place[a.kind] + a.index}]" for a in generated.arguments

@@ -88,24 +88,28 @@ class Generated:
         return "\n\n".join(part for part in (self.helpers, self.tables, self.function) if part) + "\n"
 
 
-def generate(program: Program, *, embed: bool, name: str = "run", scratch: str = "") -> Generated:
+def generate(
+    program: Program, *, embed: bool, name: str = "run", scratch: str = "", weights: str = "float32"
+) -> Generated:
     """Generate ``static void name(...)`` for ``program``.
 
     embed: write state that the program does not change into the text as constants (for a robot), and take scratch
     memory as parameters, because a robot's thread may have a small stack. Otherwise every state tensor is a pointer
     parameter, read in PyTorch's own layout at each call, so weights stay live.
     scratch: storage class of the scratch arrays of code with live weights; on the stack by default.
+    weights: one of ``weights.FORMATS``, for embedded matrices that it holds exactly.
     Raises :class:`Unsupported` naming the operation and node that generated C does not cover.
     """
-    return Emitter(program, embed).run(name, scratch)
+    return Emitter(program, embed, weights).run(name, scratch)
 
 
 class Emitter:
     """The state of one walk over a program."""
 
-    def __init__(self, program: Program, embed: bool) -> None:
+    def __init__(self, program: Program, embed: bool, weights: str = "float32") -> None:
         self.program = program
         self.embed = embed
+        self.weights = weights
         self.values: dict[Any, Any] = {}  # a View, or a tuple of them
         self.steps: list[Step] = []
         self.tables: dict[Buffer, Tensor] = {}
@@ -398,7 +402,8 @@ def _table(buffer: Buffer, tensor: Tensor) -> str:
         numbers = [f"{text}f" if "." in text or "e" in text else f"{text}.0f" for text in map("{:.9g}".format, values)]
     else:
         numbers = [literal(v, tensor.dtype).strip("()") for v in values]
+    kind = {torch.int8: "int8_t", torch.uint16: "uint16_t"}.get(tensor.dtype) or C_TYPES[tensor.dtype]
     numbers = numbers or ["0"]
     rows = [", ".join(numbers[i : i + 8]) for i in range(0, len(numbers), 8)]
     body = ",\n".join(f"    {row}" for row in rows)
-    return f"static const {C_TYPES[tensor.dtype]} {buffer.name}[{len(numbers)}] = {{\n{body}\n}};"
+    return f"static const {kind} {buffer.name}[{len(numbers)}] = {{\n{body}\n}};"
