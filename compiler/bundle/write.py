@@ -97,20 +97,15 @@ def export(
     before = fingerprint(graph)
     with _acting(policy, graph):
         live = run_passes(trace(graph, rows[0]))
-        _check_program(live)
-        wide = [p for p in live.inputs if p.dtype == torch.float64]
-        if wide and "c99" in targets:
-            raise BundleError(f"{wide[0].key!r} is float64 in the example, and generated C takes float32: convert it")
+        _check_program(live, targets)
         inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
         golden = make_golden(live, inputs, contract.recurrent or ())
         ports = {"contract": contract.as_dict(), **program_to_json(live)}
         run = _eager(graph, rows[0], live)
-        eager = measure(golden.arrays(live), ports, run)
+        parity = {"eager": measure(golden.arrays(live), ports, run)}
         live, golden, rounding = _rounded(live, golden, weights, inputs, contract)
-        subject = Subject(
-            contract, normalize_key(action_key), graph, before, live, golden, run, TOLERANCE, targets,
-            parity={"eager": eager}, weights=weights, rounding=rounding,
-        )  # fmt: skip
+        subject = Subject(contract, normalize_key(action_key), graph, before, live, golden, run, TOLERANCE, targets,
+                          parity=parity, weights=weights, rounding=rounding)  # fmt: skip
         run_checks(subject, PROGRAM_CHECKS, waive)
     # a normaliser in the weights would make them others than the rounded ones, and spread the columns of int8
     deployed = run_passes(live, deploy=True, without=() if rounding is None else (fold_normalizer,))
@@ -187,7 +182,10 @@ def _acting(*modules: torch.nn.Module) -> Iterator[None]:
         torch.set_rng_state(rng)
 
 
-def _check_program(program: Program) -> None:
+def _check_program(program: Program, targets: Sequence[str]) -> None:
+    wide = [p for p in program.inputs if p.dtype == torch.float64]
+    if wide and "c99" in targets:
+        raise BundleError(f"{wide[0].key!r} is float64 in the example, and generated C takes float32: convert it")
     for slot in program.state:
         if slot.dtype.is_floating_point and not torch.isfinite(slot.read()).all():
             raise BundleError(f"weight {slot.name!r} is not finite: the training diverged, or the file is damaged")
