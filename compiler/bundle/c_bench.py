@@ -83,7 +83,7 @@ def measure_c(
 
 
 def c_memory(bundle: Path, interface: dict[str, Any], flags: Sequence[str] = ("-O3",)) -> dict[str, int | None]:
-    """Bytes of weights, scratch and state, of stack and of machine code, compiled here with ``flags``.
+    """Bytes of weights, of scratch and the rest of the state struct, of stack and of machine code, with ``flags``.
 
     stack_at_most: of a step, see :func:`stack_at_most`. Code and constants by ``size``; ``None`` where compiler or tool
     does not tell.
@@ -97,10 +97,10 @@ def c_memory(bundle: Path, interface: dict[str, Any], flags: Sequence[str] = ("-
         stack = stack_at_most(target.with_suffix(".su"), prefix)
         sections = _sections(target)
     members = {m["name"]: m for m in (*interface["inputs"], *interface["outputs"]) if m["place"] == "state"}
-    sizes = {"float": 4, "int32_t": 4, "int64_t": 8, "unsigned char": 1}
+    sizes = {"float": 4, "double": 8, "int32_t": 4, "int64_t": 8, "unsigned char": 1}
     return {
         "weights": interface["weight_bytes"],
-        "scratch": interface["stack_bytes"],
+        "scratch": sum(sizes[m["c_type"]] * m["size"] for m in interface["scratch"]),
         "state": 4 + sum(sizes[m["c_type"]] * max(m["size"], 1) for m in members.values()),
         "stack_at_most": stack,
         "code": sections.get(".text"),

@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
-C_TYPES = {"float": (ctypes.c_float, np.float32), "int64_t": (ctypes.c_int64, np.int64),
-           "int32_t": (ctypes.c_int32, np.int32), "unsigned char": (ctypes.c_ubyte, np.uint8)}  # fmt: skip
+C_TYPES = {"float": (ctypes.c_float, np.float32), "double": (ctypes.c_double, np.float64),
+           "int64_t": (ctypes.c_int64, np.int64), "int32_t": (ctypes.c_int32, np.int32),
+           "unsigned char": (ctypes.c_ubyte, np.uint8)}  # fmt: skip
 
 
 class CPolicy:
@@ -52,7 +53,7 @@ class CPolicy:
         self._command = _struct(self.outputs)()
         carried = [m for m in (*interface["inputs"], *interface["outputs"]) if m["place"] == "state"]
         self._carried = carried
-        self._state = _struct(carried, (("steps", ctypes.c_uint32),))()
+        self._state = _struct([*carried, *interface["scratch"]], (("steps", ctypes.c_uint32),))()
         if ctypes.sizeof(self._state) != self._function("state_size", ctypes.c_size_t)():
             raise ValueError("the C code's state struct is not the one the manifest describes")
         self._init = self._function("init", None)

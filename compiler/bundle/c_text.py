@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from graphrl.compiler.backends.c99.emit import Generated, generate
+from graphrl.compiler.backends.c99.emit import SCRATCH, Generated, generate
 from graphrl.compiler.backends.c99.nodes import C_TYPES, Unsupported
 from graphrl.compiler.bundle.contract import Contract
 from graphrl.compiler.bundle.names import c_names, check_prefix
@@ -49,12 +49,15 @@ class Member:
 
 @dataclass(frozen=True)
 class CFiles:
-    """Text of every C file by name, the interface, and the memory it takes."""
+    """Text of every C file by name, the interface, and the memory it takes.
+
+    scratch: the members of the state struct that hold nothing from one step to the next: name, C type, elements.
+    """
 
     files: dict[str, str]
     inputs: tuple[Member, ...]
     outputs: tuple[Member, ...]
-    stack_bytes: int
+    scratch: tuple[tuple[str, str, int], ...]
     weight_bytes: int
 
 
@@ -65,11 +68,13 @@ def write_c(
     tolerance: float,
     scales: Sequence[float],
     prefix: str = "policy",
+    weights: str = "float32",
 ) -> CFiles:
     """C99 files for a deployed ``program`` (weights frozen, no draws).
 
     golden: for each row, the program's inputs (float32) and then its outputs (float64). scales: a size for each output;
-    the self-test allows ``tolerance`` times the larger of it and the row's own largest value.
+    the self-test allows ``tolerance`` times the larger of it and the row's own largest value. weights: how those of
+    products are stored, where that loses nothing.
     Raises :class:`BundleError` for a program that cannot become C, naming the operation.
     """
     check_prefix(prefix)
@@ -79,7 +84,7 @@ def write_c(
         names = [slot.name for slot in program.state if slot.mutated]
         raise BundleError(f"the policy changes its own buffers {names} when called: is a normaliser still learning?")
     try:
-        generated = generate(program, embed=True, name=f"{prefix}_run")
+        generated = generate(program, embed=True, name=f"{prefix}_run", weights=weights)
     except Unsupported as problem:
         raise BundleError(f"c99: {problem.explain(program)}") from None
     inputs, outputs = _members(program, contract)
@@ -93,16 +98,18 @@ def write_c(
         for mark, value in marks.items():
             text = text.replace(mark, value)
         files[name] = text
-    return CFiles(files, inputs, outputs, generated.scratch_bytes, generated.weight_bytes)
+    return CFiles(files, inputs, outputs, generated.scratch, generated.weight_bytes)
 
 
 def _members(program: Program, contract: Contract) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
     """The C interface: recurrent values live in the state struct, everything else in the caller's structs."""
     reads = {s.key for s in contract.recurrent or ()}
+    taken = {"steps", *SCRATCH.values()}
     writes = {s.next_key for s in contract.recurrent or ()}
     made = []
     for ports, kept, place in ((program.inputs, reads, "obs"), (program.outputs, writes, "command")):
         names = c_names([p.key for p in ports])
+        names = [f"{n}_" if n in taken and p.key in kept else n for p, n in zip(ports, names, strict=True)]
         made.append(tuple(
             Member(p.key, n, C_TYPES[p.dtype], p.shape, "state" if p.key in kept else place)
             for p, n in zip(ports, names, strict=True)
@@ -111,10 +118,13 @@ def _members(program: Program, contract: Contract) -> tuple[tuple[Member, ...], 
     return made[0], made[1]
 
 
-def _struct(name: str, members: Sequence[Member], first: Sequence[str] = ()) -> list[str]:
+def _struct(
+    name: str, members: Sequence[Member], first: Sequence[str] = (), last: Sequence[tuple[str, str, int]] = ()
+) -> list[str]:
     said = [encode_key(m.key).replace("*/", "* /").replace("/*", "/ *") for m in members]  # it stands in a comment
     lines = [f"    {m.c_type} {m.name}[{max(m.size, 1)}]; /* {key} {list(m.shape)} */"
              for m, key in zip(members, said, strict=True)]  # fmt: skip
+    lines += [f"    {kind} {arena}[{size}];" for arena, kind, size in last]
     return ["typedef struct {", *[f"    {f}" for f in first], *lines, f"}} {name};"]
 
 
@@ -137,7 +147,7 @@ def _header(
             "#include <stdint.h>",
             "",
             f'#define {up}_CONTRACT_HASH "{contract.sha256()}"',
-            f"#define {up}_STACK_BYTES {generated.scratch_bytes} /* scratch arrays of one {prefix}_step */",
+            f"#define {up}_SCRATCH_BYTES {generated.scratch_bytes} /* working memory in {prefix}_state */",
             *([f"#define {up}_RATE_HZ {rate:.9g}"] if rate is not None else []),
             "",
             f"/* Status bits of {prefix}_step; 0 is well. The command is computed either way. */",
@@ -150,8 +160,9 @@ def _header(
             *_struct(f"{prefix}_command", command, [] if command else ["unsigned char unused;"]),
             "",
             *_places((*obs, *command), contract, up),
-            "/* Owned by the caller; any number of instances may run interleaved. */",
-            *_struct(f"{prefix}_state", state, ["uint32_t steps; /* since the last reset */"]),
+            "/* Owned by the caller; any number of instances may run interleaved. Scratch is working memory of a step:",
+            "   nothing in it is kept, and nobody need clear it. */",
+            *_struct(f"{prefix}_state", state, ["uint32_t steps; /* since the last reset */"], generated.scratch),
             "",
             "#ifdef __cplusplus",
             'extern "C" {',
@@ -190,7 +201,8 @@ def _source(
     place = {"obs": "obs->", "command": "command->", "state": "st->"}
     argument = {("input", i): f"{place[m.place]}{m.name}" for i, m in enumerate(inputs)}
     argument |= {("output", i): f"{place[m.place]}{m.name}" for i, m in enumerate(outputs)}
-    call = ", ".join(argument[a.kind, a.index] for a in generated.arguments)
+    call = ", ".join([*(argument[a.kind, a.index] for a in generated.arguments),
+                      *(f"st->{arena}" for arena, _, _ in generated.scratch)])  # fmt: skip
     initial = {s.key: s.initial for s in contract.recurrent or ()}
     carry = {s.key: s.next_key for s in contract.recurrent or ()}
     named = {m.key: m for m in outputs}

@@ -22,6 +22,7 @@ from graphrl.compiler.bundle.runtime import NON_FINITE_INPUT, NON_FINITE_OUTPUT,
 from graphrl.compiler.bundle.state_check import check_state
 from graphrl.compiler.bundle.subject import Skipped, Subject, fingerprint, frozen
 from graphrl.compiler.bundle.verify import verify
+from graphrl.compiler.bundle.weights import check_rounding
 from graphrl.errors import BundleError, ContractError, did_you_mean
 from graphrl.keys import encode_key
 
@@ -56,6 +57,13 @@ def check_rate(subject: Subject) -> None:
         raise Skipped("the contract declares no observations")
     if subject.contract.rate_hz is None:
         raise ContractError("the contract declares observations but no rate_hz: control steps a second, 1 / dt")
+
+
+def check_weights(subject: Subject) -> None:
+    """Rounding the weights moves no output far."""
+    if subject.rounding is None:
+        raise Skipped("weights are float32")
+    check_rounding(subject.weights, subject.rounding)
 
 
 def check_keys(subject: Subject) -> None:
@@ -207,7 +215,7 @@ def check_files(subject: Subject) -> None:
 
 PROGRAM_CHECKS: dict[str, Callable[[Subject], None]] = {
     "inputs": check_inputs, "keys": check_keys, "range": check_range, "normalizer": check_normalizer,
-    "sampling": check_sampling, "action": check_action, "rate": check_rate,
+    "sampling": check_sampling, "action": check_action, "rate": check_rate, "weights": check_weights,
 }  # fmt: skip
 """Of the traced program, before anything is written."""
 RUNTIME_CHECKS: dict[str, Callable[[Subject], None]] = {

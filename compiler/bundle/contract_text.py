@@ -157,10 +157,18 @@ def _accuracy(manifest: Mapping[str, Any]) -> str:
     columns = ("max_relative_error", "max_absolute_error", "sequence_relative_error")
     rows = [(n, *("" if parity[c][n] is None else f"{parity[c][n]:.1e}" for c in columns)) for n in names]
     scale = ", ".join(f"`{k}` {v:.3g}" for k, v in parity["scale"].items())
+    moved, weights = parity.get("rounding"), ""
+    if moved is not None:
+        most = max(moved["relative"], moved["sequence"] or 0.0)
+        weights = (
+            f" Weights are rounded to {manifest['weights']}, in every runtime and in this reference; rounding them "
+            f"moved an output by {most:.1e} of its usual size at most ({moved['absolute']:.1e} in its unit). "
+            f"Allowed: {moved['allowed']!r} relative."
+        )
     steps = f", and on a sequence of {parity['sequence_steps']} steps" if parity["sequence_steps"] else ""
     told = (
         f"Largest errors against float64 on {parity['rows']} golden rows{steps}; relative to the output's usual size "
-        f"({scale}). Allowed: {parity['tolerance']!r} relative."
+        f"({scale}). Allowed: {parity['tolerance']!r} relative.{weights}"
     )
     loop = parity.get("closed_loop")
     parts = [told, _table(("runtime", "relative", "absolute", "relative, sequence"), rows)]
@@ -193,7 +201,7 @@ def _calls(manifest: Mapping[str, Any]) -> list[str]:
     if interface:
         p = interface["prefix"]
         sides = [[m for m in interface[s] if m["place"] == w] for s, w in (("inputs", "obs"), ("outputs", "command"))]
-        lines = [f'#include "{p}.h"', "", f"{p}_state state;", f"{p}_obs obs;", f"{p}_command command;"]
+        lines = [f'#include "{p}.h"', "", f"static {p}_state state;", f"{p}_obs obs;", f"{p}_command command;"]
         lines += [f"{p}_init(&state);", *(f"/* fill obs.{m['name']}[{m['size']}] */" for m in sides[0])]
         lines += [f"uint32_t status = {p}_step(&state, &obs, &command); /* 0 is well */"]
         lines += [f"/* read command.{m['name']}[{m['size']}] */" for m in sides[1]]

@@ -54,6 +54,8 @@ class Subject:
     example: TensorDictBase | None = None  # all of its rows
     recorded: Recording | None = None
     closed_loop: dict[str, Any] | None = None
+    weights: str = "float32"
+    rounding: Parity | None = None  # what rounded weights move
 
     @property
     def initial(self) -> dict[Key, Any]:

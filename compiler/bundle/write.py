@@ -45,9 +45,12 @@ from graphrl.compiler.bundle.ports import check_ports
 from graphrl.compiler.bundle.recorded import Recording, read_recording, with_ranges
 from graphrl.compiler.bundle.runners import RUNNERS, why_not_here
 from graphrl.compiler.bundle.state import acting_graph
+from graphrl.compiler.bundle.weights import LIMITS, check_format, round_weights
+from graphrl.compiler.passes.fold_normalizer import fold_normalizer
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Program
 from graphrl.compiler.trace import as_example, trace
+from graphrl.compiler.verify import float64_reference
 from graphrl.errors import BundleError, CompileError, ContractError, did_you_mean
 from graphrl.graph import KeyedGraph
 from graphrl.keys import Key, encode_key, normalize_key, normalize_keys
@@ -73,6 +76,7 @@ def export(
     prefix: str = "policy",
     action_key: Key = "action",
     waive: Sequence[str] = (),
+    weights: str = "float32",
     overwrite: bool = False,
     data: Any = None,
     closed_loop: Drive | None = None,
@@ -84,11 +88,13 @@ def export(
     example: a batch of observations; its first row fixes the shapes, up to 16 rows become golden vectors.
     contract: what the robot must know; checked against the policy. Without one, all its fields are null.
     prefix: start of the C names. waive: names of checks (``checks.CHECKS``) whose failure the manifest records instead
-    of stopping. The bundle, a folder or one file ``.zip``, appears whole or not at all; ``overwrite`` replaces one only
-    once the new one is verified. data: recorded observations, by key [T, ...] or as a TensorDict [episodes, T]: golden
-    rows and sequence, the size of a standard deviation, and bounds of declared observations without any. closed_loop:
-    runs episodes with a player and gives their returns (``graphrl.envs.closed_loop``); what the policy sees there is
-    the data where none are given. The same input gives the same bytes (``pt2`` apart: torch numbers each package anew).
+    of stopping. weights: ``"float16"`` or ``"int8"`` rounds those of products in every runtime; the C stores them so,
+    and the reports tell what it moved. data: recorded observations, by key [T, ...] or as a TensorDict [episodes, T]:
+    golden rows and sequence, the size of a standard deviation, and bounds of declared observations without any.
+    closed_loop: runs episodes with a player and gives their returns (``graphrl.envs.closed_loop``); what the policy
+    sees there is the data where none are given. The bundle, a folder or one file ``.zip``, appears whole or not at all;
+    ``overwrite`` replaces one only once the new one is verified. The same input gives the same bytes (``pt2`` apart:
+    torch numbers each package anew).
 
     Raises :class:`BundleError` with the reason: a missing action, weights that are not finite, sampling or a buffer
     that changes, an operation without C, ONNX or numpy form, parity beyond 1e-5 of the action's scale, an unwritable
@@ -97,6 +103,7 @@ def export(
     targets = _check_targets(targets)
     check_prefix(prefix)
     check_waivers(waive)
+    check_format(weights)
     graph, contract, starts = acting_graph(policy, normalize_key(action_key), _stated(contract))
     seen, rows = _seen(example, graph, starts)
     before = fingerprint(graph)
@@ -109,12 +116,19 @@ def export(
         inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
         golden = make_golden(live, inputs, contract.recurrent or (), recorded)
         ports = {"contract": contract.as_dict(), **program_to_json(live)}
+        parity = {"eager": measure(golden.arrays(live), ports, run)}
+        rounding = None
+        if weights != "float32":
+            exact, live = live, round_weights(live, weights)
+            rounding = measure(golden.arrays(exact), ports, _in_float64(live))
+            golden = make_golden(live, inputs, contract.recurrent or (), recorded)
         subject = Subject(
             contract, normalize_key(action_key), graph, before, live, golden, run, TOLERANCE, targets,
-            parity={"eager": measure(golden.arrays(live), ports, run)}, example=seen, recorded=recorded,
+            parity=parity, example=seen, recorded=recorded, weights=weights, rounding=rounding,
         )  # fmt: skip
         run_checks(subject, PROGRAM_CHECKS, waive)
-    deployed = run_passes(live, deploy=True)
+    # a normaliser in the weights would make them others than the rounded ones, and spread the columns of int8
+    deployed = run_passes(live, deploy=True, without=() if rounding is None else (fold_normalizer,))
     with whole_folder(Path(path), overwrite=overwrite) as folder:
         _write(folder, subject, deployed, prefix)
         run_checks(subject, RUNTIME_CHECKS, waive)
@@ -218,7 +232,10 @@ def _acting(*modules: torch.nn.Module) -> Iterator[None]:
         torch.set_rng_state(rng)
 
 
-def _check_program(program: Program) -> None:
+def _check_program(program: Program, targets: Sequence[str]) -> None:
+    wide = [p for p in program.inputs if p.dtype == torch.float64]
+    if wide and "c99" in targets:
+        raise BundleError(f"{wide[0].key!r} is float64 in the example, and generated C takes float32: convert it")
     for slot in program.state:
         if slot.dtype.is_floating_point and not torch.isfinite(slot.read()).all():
             raise BundleError(f"weight {slot.name!r} is not finite: the training diverged, or the file is damaged")
@@ -249,6 +266,10 @@ def _eager(graph: KeyedGraph, row: TensorDictBase, program: Program) -> Any:
     return run
 
 
+def _in_float64(program: Program) -> Run:
+    return lambda row: [t.numpy() for t in float64_reference(program, [torch.as_tensor(a) for a in row])]
+
+
 @dataclass(frozen=True)
 class _Identity:
     contract: dict[str, Any]
@@ -273,7 +294,7 @@ def _write(folder: Path, subject: Subject, deployed: Program, prefix: str) -> No
     (folder / "c_policy.py").write_bytes((Path(__file__).parent / "c_policy.py").read_bytes())
     interface = None
     if "c99" in targets:
-        files = write_c(deployed, contract, golden.rows(), TOLERANCE, golden.scales, prefix)
+        files = write_c(deployed, contract, golden.rows(), TOLERANCE, golden.scales, prefix, subject.weights)
         (folder / "c").mkdir()
         for name, text in files.files.items():
             (folder / "c" / name).write_text(text)
@@ -291,7 +312,7 @@ def _write(folder: Path, subject: Subject, deployed: Program, prefix: str) -> No
         raise BundleError(str(error)) from error
     if "numpy" in targets:
         (folder / "runtime.py").write_bytes((Path(__file__).parent / "runtime.py").read_bytes())
-    said = subject.manifest
+    said = {"weights": subject.weights, **subject.manifest}
     subject.folder, subject.manifest = folder, {**_manifest(live, who, targets, interface), **said}
     (folder / "manifest.json").write_text(dump_json(sealed(subject.manifest)))
     if "pt2" in targets:
@@ -316,7 +337,11 @@ def _finish(subject: Subject) -> None:
         "sequence_relative_error": {name: p.sequence for name, p in parity.items()},
         "closed_loop": subject.closed_loop,
     }
-    report = {"contract_hash": manifest["contract_hash"], "reference": "eager in float64", **summary}
+    if (moved := subject.rounding) is not None:
+        summary["rounding"] = {"relative": moved.relative, "absolute": moved.absolute, "sequence": moved.sequence,
+                               "allowed": LIMITS[subject.weights]}  # fmt: skip
+    reference = "eager in float64" + (f", weights rounded to {subject.weights}" if moved is not None else "")
+    report = {"contract_hash": manifest["contract_hash"], "reference": reference, **summary}
     manifest["reports"] = {"parity": summary}
     (folder / "reports").mkdir()
     (folder / "reports" / "parity.json").write_text(dump_json(report))
@@ -337,8 +362,9 @@ def _interface(files: CFiles, prefix: str) -> dict[str, Any]:
         [{"key": encode_key(m.key), "name": m.name, "c_type": m.c_type, "shape": list(m.shape), "size": m.size,
           "place": m.place} for m in members] for members in (files.inputs, files.outputs)
     ]  # fmt: skip
-    return {"prefix": prefix, "stack_bytes": files.stack_bytes, "weight_bytes": files.weight_bytes,
-            "inputs": sides[0], "outputs": sides[1]}  # fmt: skip
+    scratch = [{"name": name, "c_type": kind, "size": size} for name, kind, size in files.scratch]
+    return {"prefix": prefix, "weight_bytes": files.weight_bytes, "scratch": scratch, "inputs": sides[0],
+            "outputs": sides[1]}  # fmt: skip
 
 
 def _manifest(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from graphrl.compiler.check_program import check_program
@@ -48,17 +48,21 @@ def passes(deploy: bool, precision: str | None) -> tuple[Pass, ...]:
     return (DEPLOY if deploy else LIVE) + ((lower_precision,) if check_precision(precision) else ())
 
 
-def run_passes(program: Program, *, deploy: bool = False, precision: str | None = None) -> Program:
+def run_passes(
+    program: Program, *, deploy: bool = False, precision: str | None = None, without: Sequence[Pass] = ()
+) -> Program:
     """Run the pipeline; the result's ``history`` holds each pass's name, time and node counts.
 
     precision: ``"bf16"`` adds :func:`lower_precision`, last: casts would hide patterns from the others.
+    without: passes to leave out.
 
     ``GRAPHRL_PASS_LIMIT=n`` stops after ``n`` passes, to find the one that breaks something (``graphrl bisect`` does).
     ``GRAPHRL_CHECK_PASSES=1`` puts the result of each to :func:`check_program`.
     """
     limit = os.environ.get("GRAPHRL_PASS_LIMIT")
     check = os.environ.get("GRAPHRL_CHECK_PASSES") == "1"
-    for step in passes(deploy, precision)[: int(limit) if limit else None]:
+    chosen = [step for step in passes(deploy, precision) if step not in without]
+    for step in chosen[: int(limit) if limit else None]:
         before, start = program, time.perf_counter()
         program = check_program(step(program), step.__name__) if check else step(program)
         seconds = time.perf_counter() - start

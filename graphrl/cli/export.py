@@ -35,6 +35,8 @@ class Export:
     """Episodes in the environment, of the bundle beside the eager policy; 0 for none."""
     waive: tuple[str, ...] = ()
     """Checks whose failure the manifest records instead of stopping the export."""
+    weights: str = "float32"
+    """Or "float16", "int8": weights of products rounded so, in every runtime, and stored so in the C."""
     overwrite: bool = False
     """Replace a bundle that is there."""
 
@@ -50,6 +52,7 @@ def run(arguments: list[str]) -> None:
         rate_hz=options.rate_hz,
         episodes=options.episodes,
         waive=options.waive,
+        weights=options.weights,
         overwrite=options.overwrite,
     )
     parity = ", ".join(f"{name} {error:.1e}" for name, error in bundle.parity.items())
@@ -69,6 +72,7 @@ def export_run(
     rate_hz: float | None = None,
     episodes: int = 5,
     waive: tuple[str, ...] = (),
+    weights: str = "float32",
     overwrite: bool = False,
 ) -> Any:
     """The policy of a run as a bundle; its contract says what environment and policy know, and what a file adds.
@@ -89,5 +93,13 @@ def export_run(
     contract = contract if rate_hz is None else replace(contract, rate_hz=rate_hz)
     drive = closed_loop(config.env.id, episodes, SEED) if episodes else None
     return export(
-        policy, out, example, targets=targets, contract=contract, waive=waive, overwrite=overwrite, closed_loop=drive
+        policy,
+        out,
+        example,
+        targets=targets,
+        contract=contract,
+        waive=waive,
+        weights=weights,
+        overwrite=overwrite,
+        closed_loop=drive,
     )

@@ -30,15 +30,21 @@ HEAD = "#include <math.h>\n#include <stdint.h>\n\n"
 ACTIVATIONS = (nn.Tanh, nn.ReLU, nn.ELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.GELU)
 
 
-def source(program: Program, name: str, embed: bool = True) -> str:
+def source(program: Program, name: str, embed: bool = True, weights: str = "float32") -> str:
     """C text with an exported ``name(void *const *p)`` over inputs and then outputs."""
-    generated = generate(program, embed=embed, name=f"{name}_run")
+    generated = generate(program, embed=embed, name=f"{name}_run", weights=weights)
     place = {"input": 0, "output": len(program.inputs)}
     cast = ", ".join(
         f"({'' if a.written else 'const '}{a.c_type} *)p[{place[a.kind] + a.index}]" for a in generated.arguments
     )
-    entry = f"void {name}(void *const *p)"
-    return f"{HEAD}{generated.code}\n{entry};\n{entry}\n{{\n    {name}_run({cast});\n}}\n"
+    entry, given = f"void {name}(void *const *p)", [cast]
+    own = ""
+    if embed:  # a robot's caller owns the scratch memory
+        own = "".join(f"    static {kind} {arena}[{size}];\n" for arena, kind, size in generated.scratch)
+        given += [arena for arena, _, _ in generated.scratch]
+    return (
+        f"{HEAD}{generated.code}\n{entry};\n{entry}\n{{\n{own}    {name}_run({', '.join(filter(None, given))});\n}}\n"
+    )
 
 
 def build(folder: Path, sources: dict[str, str], *flags: str, compiler: str | None = CC) -> ctypes.CDLL:

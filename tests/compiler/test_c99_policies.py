@@ -103,9 +103,7 @@ def test_values_alive_together_never_share_memory(name: str, narrow: dict[str, t
 def test_reported_bytes_are_those_of_the_text(name: str, narrow: dict[str, tuple[Policy, Program]]) -> None:
     generated = generate(narrow[name][1], embed=True)
     width = {"float": 4, "double": 8, "int64_t": 8, "int32_t": 4, "unsigned char": 1}
-    arrays = re.findall(r"^    (?:\w+ )?(\w+) scratch\w*\[(\d+)\];", generated.function, re.MULTILINE)
-    arrays = [(("unsigned char" if kind == "char" else kind), int(n)) for kind, n in arrays]
-    assert sum(width[kind] * n for kind, n in arrays) == generated.scratch_bytes > 0
+    assert sum(width[kind] * n for _, kind, n in generated.scratch) == generated.scratch_bytes > 0
     tables = re.findall(r"^static const (unsigned char|\w+) \w+\[(\d+)\] = ", generated.tables, re.MULTILINE)
     assert sum(width[kind] * int(n) for kind, n in tables) == generated.weight_bytes
     local = [int(n) for n in re.findall(r"^ +float acc\[(\d+)\];", generated.function, re.MULTILINE)]

@@ -15,7 +15,7 @@ from torch import fx
 
 from graphrl.compiler.backends.c99.layout import Step
 from graphrl.compiler.backends.c99.loops import indent, index, loop_nest, merge_dims
-from graphrl.compiler.backends.c99.matmul import Product, columns
+from graphrl.compiler.backends.c99.matmul import ROWS, Product, columns, in_groups
 from graphrl.compiler.backends.c99.nodes import Unsupported, arguments, value_of
 from graphrl.compiler.backends.c99.values import View
 
@@ -121,7 +121,7 @@ class _Window:
         return [f"for (int i = 0; i < {sizes[i]}; ++i) {{", *indent(lines), "}"]
 
     def walk(self, row: View, panel: Callable[[int], list[str]]) -> list[str]:
-        """``panel`` at every position, two neighbours at a time: weights that are loaded serve both."""
+        """``panel`` at every position, some neighbours at a time: weights that are loaded serve them all."""
         high, wide = self.out
 
         def at(rows: int) -> list[str]:
@@ -133,11 +133,7 @@ class _Window:
             number = [f"const int m = {place};"] if self.x.shape[0] * high * wide > 1 else []
             return [*moves, *number, f"const float *const x = {x};", *panel(rows)]
 
-        lines = []
-        if wide > 1:
-            lines += [f"for (int left = 0; left < {wide - wide % 2}; left += 2) {{", *indent(at(2)), "}"]
-        if wide % 2:
-            lines += ["{", *indent([*[f"const int left = {wide - 1};"] * (wide > 1), *at(1)]), "}"]
+        lines = in_groups("left", wide, at)
         for name, size in (("top", high), ("image", self.x.shape[0])):
             lines = [f"for (int {name} = 0; {name} < {size}; ++{name}) {{", *indent(lines), "}"] if size > 1 else lines
         return lines
@@ -178,7 +174,7 @@ def _emit(emitter, window: _Window, weight: View, bias: fx.Node | None, result: 
     groups, n = window.groups, result.shape[1] // window.groups
     positions, sizes = result.shape[0], window.run()[0]
     k = math.prod(sizes)
-    row = emitter.new_value((2 if window.out[1] > 1 else 1, *sizes), torch.float32)
+    row = emitter.new_value((min(ROWS, window.out[1]), *sizes), torch.float32)
     apart = window.stride[1] * window.x.strides[3] if window.direct else k
     offset = None
     if bias is not None:

@@ -24,7 +24,7 @@ from graphrl.compiler.backends.c99.values import Buffer, View
 from graphrl.compiler.backends.c99.views import view_of
 from graphrl.compiler.program import Program
 
-__all__ = ["OUTSIDE", "Argument", "Generated", "generate"]
+__all__ = ["OUTSIDE", "SCRATCH", "Argument", "Generated", "generate"]
 
 OUTSIDE = "graphrl_outside"
 """The variable that code with live weights sets where an index is out of range; whoever compiles it defines it."""
@@ -35,6 +35,11 @@ _FILLED = {"full.default": "fill_value", "full_like.default": "fill_value", "sca
            "new_full.default": "fill_value"}  # fmt: skip
 """Operations whose every element is one number: the argument that holds it, or the number."""
 
+SCRATCH = {"float": "scratch", "double": "scratch_f64", "int64_t": "scratch_i64", "int32_t": "scratch_i32",
+            "unsigned char": "scratch_u8"}  # fmt: skip
+"""Name of the scratch memory for each C type."""
+
+_WIDTH = {text: torch.empty(0, dtype=dtype).element_size() for dtype, text in C_TYPES.items()}
 
 _EMITTERS: tuple[tuple[frozenset[str], Any], ...] = (
     (MATMULS, emit_matmul),
@@ -60,14 +65,22 @@ class Argument:
 
 @dataclass(frozen=True)
 class Generated:
-    """C text of one program: ``helpers`` and ``tables`` first, then ``function``, which ``arguments`` describes."""
+    """C text of one program: ``helpers`` and ``tables`` first, then ``function``, which ``arguments`` describes.
+
+    scratch: working memory as (name, C type, elements); parameters behind ``arguments`` where weights are embedded.
+    """
 
     helpers: str
     tables: str
     function: str
     arguments: tuple[Argument, ...]
-    scratch_bytes: int
+    scratch: tuple[tuple[str, str, int], ...]
     weight_bytes: int
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of working memory."""
+        return sum(n * _WIDTH[kind] for _, kind, n in self.scratch)
 
     @property
     def code(self) -> str:
@@ -75,23 +88,28 @@ class Generated:
         return "\n\n".join(part for part in (self.helpers, self.tables, self.function) if part) + "\n"
 
 
-def generate(program: Program, *, embed: bool, name: str = "run", scratch: str = "") -> Generated:
+def generate(
+    program: Program, *, embed: bool, name: str = "run", scratch: str = "", weights: str = "float32"
+) -> Generated:
     """Generate ``static void name(...)`` for ``program``.
 
-    embed: write state that the program does not change into the text as constants (for a robot). Otherwise every
-    state tensor is a pointer parameter, read in PyTorch's own layout at each call, so weights stay live.
-    scratch: storage class of the scratch arrays; on the stack by default.
+    embed: write state that the program does not change into the text as constants (for a robot), and take scratch
+    memory as parameters, because a robot's thread may have a small stack. Otherwise every state tensor is a pointer
+    parameter, read in PyTorch's own layout at each call, so weights stay live.
+    scratch: storage class of the scratch arrays of code with live weights; on the stack by default.
+    weights: one of ``weights.FORMATS``, for embedded matrices that it holds exactly.
     Raises :class:`Unsupported` naming the operation and node that generated C does not cover.
     """
-    return Emitter(program, embed).run(name, scratch)
+    return Emitter(program, embed, weights).run(name, scratch)
 
 
 class Emitter:
     """The state of one walk over a program."""
 
-    def __init__(self, program: Program, embed: bool) -> None:
+    def __init__(self, program: Program, embed: bool, weights: str = "float32") -> None:
         self.program = program
         self.embed = embed
+        self.weights = weights
         self.values: dict[Any, Any] = {}  # a View, or a tuple of them
         self.steps: list[Step] = []
         self.tables: dict[Buffer, Tensor] = {}
@@ -338,24 +356,24 @@ class Emitter:
     def _print(self, name: str, storage: str) -> Generated:
         scratch = {b: C_TYPES[b.dtype] for s in self.steps for b in (*s.reads, *s.writes) if b.kind == "scratch"}
         layout = plan(self.steps, scratch)
-        body = _scratch_lines(layout, scratch, storage)
+        arenas = tuple((SCRATCH[kind], kind, size) for kind, size in sorted(layout.sizes.items()))
+        body = [] if self.embed else [f"{storage}{kind} {arena}[{size}];" for arena, kind, size in arenas]
+        body += _places(layout, scratch)
         for step in self.steps:
             body += step.lines
         used = {b for s in self.steps for b in (*s.reads, *s.writes)}
         arguments_ = [replace(a, name=b.name) for b, a in self.parameters]
         body = [f"(void){b.name};" for b, _ in self.parameters if b not in used] + body
-        parameters = [f"{'' if a.written else 'const '}{a.c_type} *const restrict {a.name}" for a in arguments_] or [
-            "void"
-        ]
+        parameters = [f"{'' if a.written else 'const '}{a.c_type} *const restrict {a.name}" for a in arguments_]
+        parameters += [f"{kind} *const restrict {arena}" for arena, kind, _ in arenas] if self.embed else []
         text = "\n".join(body)
         tables = {b: t for b, t in self.tables.items() if b in used or f"{b.name}" in _words(text)}
-        sizes = {t: torch.empty(0, dtype=d).element_size() for d, t in C_TYPES.items()}
         return Generated(
             helpers_text([text]),
             "\n\n".join(_table(b, t) for b, t in tables.items()),
-            "\n".join([f"static void {name}(", *_joined(parameters), ")", "{", *indent(body), "}"]),
+            "\n".join([f"static void {name}(", *_joined(parameters or ["void"]), ")", "{", *indent(body), "}"]),
             tuple(arguments_),
-            sum(n * sizes[t] for t, n in layout.sizes.items()),
+            arenas,
             sum(t.numel() * t.element_size() for t in tables.values()),
         )
 
@@ -368,13 +386,12 @@ def _joined(parameters: list[str]) -> list[str]:
     return [f"    {p}{',' if i < len(parameters) - 1 else ''}" for i, p in enumerate(parameters)]
 
 
-def _scratch_lines(layout: Layout, types: dict[Buffer, str], storage: str) -> list[str]:
-    names = {"float": "scratch", "double": "scratch_f64", "int64_t": "scratch_i64", "int32_t": "scratch_i32",
-             "unsigned char": "scratch_u8"}  # fmt: skip
-    lines = [f"{storage}{kind} {names[kind]}[{size}];" for kind, size in sorted(layout.sizes.items())]
+def _places(layout: Layout, types: dict[Buffer, str]) -> list[str]:
+    """A pointer to each value in its arena."""
+    lines = []
     for buffer, offset in layout.offsets.items():
         kind = types[buffer]
-        lines.append(f"{kind} *const {buffer.name} = {names[kind]}{f' + {offset}' if offset else ''};")
+        lines.append(f"{kind} *const {buffer.name} = {SCRATCH[kind]}{f' + {offset}' if offset else ''};")
     return lines
 
 
@@ -385,7 +402,8 @@ def _table(buffer: Buffer, tensor: Tensor) -> str:
         numbers = [f"{text}f" if "." in text or "e" in text else f"{text}.0f" for text in map("{:.9g}".format, values)]
     else:
         numbers = [literal(v, tensor.dtype).strip("()") for v in values]
+    kind = {torch.int8: "int8_t", torch.uint16: "uint16_t"}.get(tensor.dtype) or C_TYPES[tensor.dtype]
     numbers = numbers or ["0"]
     rows = [", ".join(numbers[i : i + 8]) for i in range(0, len(numbers), 8)]
     body = ",\n".join(f"    {row}" for row in rows)
-    return f"static const {C_TYPES[tensor.dtype]} {buffer.name}[{len(numbers)}] = {{\n{body}\n}};"
+    return f"static const {kind} {buffer.name}[{len(numbers)}] = {{\n{body}\n}};"

@@ -30,6 +30,17 @@ static inline float k_select(const int c, const float a, const float b)
     return y.f;
 }"""
 
+_HALF = """\
+/* the number that 16 bits of IEEE 754 binary16 stand for, exactly, subnormal ones too; infinity and NaN are not stored.
+   The exponent is moved, and then 2^112 too small. */
+static inline float k_halff(const uint16_t h)
+{
+    const uint32_t u = (uint32_t)h;
+    k_bits b;
+    b.u = ((u & 0x8000u) << 16) | ((u & 0x7FFFu) << 13);
+    return b.f * 5.192296858534827628530496329220096e33f;
+}"""
+
 _EXPM1_CORE = """\
 /* e^r - 1 for |r| <= ln(2) / 2 */
 static inline float k_expm1_core(const float r)
@@ -276,6 +287,7 @@ static inline unsigned char k_{name}(const unsigned char *const x, const int n)
 _TABLE: dict[str, tuple[str, tuple[str, ...]]] = {  # in the order they are written out
     "k_bits": (_BITS, ()),
     "k_select": (_SELECT, ("k_bits",)),
+    "k_halff": (_HALF, ("k_bits",)),
     "k_expm1_core": (_EXPM1_CORE, ()),
     "k_expf": (_EXP, ("k_bits", "k_expm1_core", "k_select")),
     "k_expm1f": (_EXPM1, ("k_bits", "k_expm1_core", "k_select")),

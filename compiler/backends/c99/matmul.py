@@ -10,7 +10,7 @@ On a robot, where nothing may ask for reordered sums, products of two computed v
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,8 +21,9 @@ from graphrl.compiler.backends.c99.layout import Step
 from graphrl.compiler.backends.c99.loops import indent, index
 from graphrl.compiler.backends.c99.nodes import Unsupported, arguments, op_name, value_of
 from graphrl.compiler.backends.c99.values import Buffer, View
+from graphrl.compiler.backends.c99.weights import Stored, encode
 
-__all__ = ["MATMULS", "Product", "columns", "emit_matmul"]
+__all__ = ["MATMULS", "ROWS", "Product", "columns", "emit_matmul", "in_groups"]
 
 PANEL = 64
 """Columns of a panel: 4 AVX-512 or 8 AVX2 registers of sums."""
@@ -33,6 +34,10 @@ NARROW = 16
 INPUTS = 4
 """Inputs that one pass over the sums takes in. Measured at 64 x 64: 87 ns with AVX-512, 105 with AVX2, 210 at -O2; one
 input a pass took 91, 160 and 571, since gcc sometimes keeps the sums in memory."""
+
+ROWS = 4
+"""Rows that one pass over a panel of weights computes. Measured roughly at 16 x 192 x 576: two took 1.1 times as long
+with AVX-512, 1.3 with AVX2, 1.2 at -O3 alone; eight are slower but with AVX-512 and narrow panels."""
 
 TURN_ROWS = 16
 """From this many rows on, transposing [out, in] weights first pays (64 x 64: 4 us once, 0.1 us saved a row)."""
@@ -46,12 +51,17 @@ Each = Callable[[Callable[[int], list[str]]], list[str]]
 
 @dataclass(frozen=True)
 class Product:
-    """``out[b, m, n] = bias + sum_k x[b, m, k] w[b, k, n]``; every view has these dims."""
+    """``out[b, m, n] = bias + scale sum_k x[b, m, k] w[b, k, n]``; every view has these dims.
+
+    read: C text of a weight, from what is stored.
+    """
 
     x: View
     w: View
     bias: View | None
     out: View
+    scale: View | None = None
+    read: str = "{}"
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -60,9 +70,11 @@ class Product:
         return b, m, k, self.w.shape[2]
 
     def store(self, value: str, m: str, n: str) -> str:
-        """The statement that adds the bias and stores output ``[b, m, n]``."""
+        """The statement that scales, adds the bias and stores output ``[b, m, n]``."""
         where = ["b", m, n]
-        bias = self.bias
+        bias, scale = self.bias, self.scale
+        if scale is not None:
+            value = f"{value} * {scale.buffer.name}[{index(scale.offset, _steps(scale), where)}]"
         if bias is not None and bias.buffer.kind != "literal":
             value = f"{value} + {bias.buffer.name}[{index(bias.offset, _steps(bias), where)}]"
         elif bias is not None:
@@ -79,7 +91,7 @@ def emit_matmul(emitter, node: fx.Node) -> View:  # type: ignore[no-untyped-def]
     if product.w.buffer.kind == "constant":
         lines, reads = _by_rows(emitter, product)
     elif product.w.strides[1] == 1 and m < TURN_ROWS and not emitter.embed:
-        product = _replace_x(product, emitter.unit_stride(product.x))
+        product = replace(product, x=emitter.unit_stride(product.x))
         lines, reads = _dot(product), {product.x.buffer, product.w.buffer}
     else:
         w = product.w if product.w.strides[2] == 1 else emitter.materialize(product.w)
@@ -134,10 +146,6 @@ def _insert(view: View, dim: int) -> View:
                 view.offset)  # fmt: skip
 
 
-def _replace_x(product: Product, x: View) -> Product:
-    return Product(x, product.w, product.bias, product.out)
-
-
 def _steps(view: View) -> tuple[int, ...]:
     return tuple(0 if n == 1 else s for n, s in zip(view.shape, view.strides, strict=True))
 
@@ -153,18 +161,27 @@ def columns(emitter, product: Product, each: Each) -> tuple[list[str], set[Buffe
 
 
 def _by_rows(emitter, product: Product) -> tuple[list[str], set[Buffer]]:  # type: ignore[no-untyped-def]
-    """All rows, two at a time; a panel of weights serves one after another while it is in the cache."""
+    """All rows, some at a time; a panel of weights serves one after another while it is in the cache."""
     m = product.sizes[1]
     if m == 1:
         lines, reads = columns(emitter, product, lambda panel: panel(1))
         return ["{", *indent([_row(product), *lines]), "}"], reads
 
     def each(panel: Callable[[int], list[str]]) -> list[str]:
-        pairs = [f"for (int m = 0; m < {m - m % 2}; m += 2) {{", *indent([_row(product), *panel(2)]), "}"]
-        rest = ["{", *indent([f"const int m = {m - 1};", _row(product), *panel(1)]), "}"]
-        return pairs + (rest if m % 2 else [])
+        return in_groups("m", m, lambda rows: [_row(product), *panel(rows)])
 
     return columns(emitter, product, each)
+
+
+def in_groups(name: str, count: int, body: Callable[[int], list[str]]) -> list[str]:
+    """``body(ROWS)`` for every ``ROWS``-th ``name`` below ``count``, and ``body`` of what is left over."""
+    whole, left = count - count % ROWS, count % ROWS
+    lines = []
+    if whole:
+        lines += [f"for (int {name} = 0; {name} < {whole}; {name} += {ROWS}) {{", *indent(body(ROWS)), "}"]
+    if left:
+        lines += ["{", *indent([*[f"const int {name} = {whole};"] * (count > 1), *body(left)]), "}"]
+    return lines
 
 
 def _row(product: Product) -> str:
@@ -180,17 +197,28 @@ def _at(name: str, where: str) -> str:
 
 # ---- constant weights
 
+_READ = {torch.float32: ("float", "{}"), torch.uint16: ("uint16_t", "k_halff({})"), torch.int8: ("int8_t", "(float){}")}
+"""C type of a stored weight, and its value from it."""
+
 
 def _packed(emitter, product: Product, each: Each) -> list[str]:  # type: ignore[no-untyped-def]
     b, _, k, n = product.sizes
     panels = _panels(n)
-    table = emitter.constant(_pack(product.w.as_torch(), panels))
+    weights = product.w.as_torch()
+    stored = encode(weights, emitter.weights if k else "float32")
+    if not (weights.isfinite().all() and torch.equal(stored.decode(), weights)):
+        stored = Stored(weights)
+    table = emitter.constant(_pack(stored.values, panels))
+    kind, read = _READ[stored.values.dtype]
+    scale = None if stored.scale is None else View.whole(emitter.constant(stored.scale), (b, n))
+    scale = None if scale is None else _insert(scale, 1).expand(product.out.shape)
+    product = replace(product, scale=scale, read=read)
     per_batch = sum(k * padded for _, _, padded in panels)
     lines = []
     for column, count, valid, padded in _runs(panels):
         start = index(column * k, (per_batch if b > 1 else 0, k * PANEL if count > 1 else 0), ("b", "p"))
         body = [
-            f"const float *const w = {_at(table.name, start)};",
+            f"const {kind} *const w = {_at(table.name, start)};",
             *each(partial(_panel, product, column, valid, padded, padded, count)),
         ]
         lines += [_repeat("p", count), *indent(body), "}"]
@@ -222,7 +250,7 @@ def _pack(weights: Tensor, panels: list[tuple[int, int, int]]) -> Tensor:
     parts = []
     for batch in weights:
         for column, valid, padded in panels:
-            block = torch.zeros(batch.shape[0], padded)
+            block = torch.zeros(batch.shape[0], padded, dtype=weights.dtype)
             block[:, :valid] = batch[:, column : column + valid]
             parts.append(block.reshape(-1))
     return torch.cat(parts)
@@ -256,7 +284,7 @@ def _taken_in(product: Product, sums: list[str], inputs: int, width: int, stride
         at = [index(q * step + r * product.x.strides[1], (step,), ("i",)) for q in range(inputs)]
         lines += [f"const float {name} = x[{where}];" for name, where in zip(names, at, strict=True)]
         weights = [f"w[(i + {q}) * {stride} + j]" if q else f"w[i * {stride} + j]" for q in range(inputs)]
-        terms = [f"{name} * {weight}" for name, weight in zip(names, weights, strict=True)]
+        terms = [f"{name} * {product.read.format(weight)}" for name, weight in zip(names, weights, strict=True)]
         sum_ = f"({terms[0]} + {terms[1]}) + ({terms[2]} + {terms[3]})" if inputs == INPUTS else terms[0]
         updates.append(f"{acc}[j] += {sum_};")
     if len(sums) == 1 and inputs == 1:
