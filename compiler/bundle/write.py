@@ -232,10 +232,7 @@ def _acting(*modules: torch.nn.Module) -> Iterator[None]:
         torch.set_rng_state(rng)
 
 
-def _check_program(program: Program, targets: Sequence[str]) -> None:
-    wide = [p for p in program.inputs if p.dtype == torch.float64]
-    if wide and "c99" in targets:
-        raise BundleError(f"{wide[0].key!r} is float64 in the example, and generated C takes float32: convert it")
+def _check_program(program: Program) -> None:
     for slot in program.state:
         if slot.dtype.is_floating_point and not torch.isfinite(slot.read()).all():
             raise BundleError(f"weight {slot.name!r} is not finite: the training diverged, or the file is damaged")

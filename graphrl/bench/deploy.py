@@ -22,7 +22,7 @@ from graphrl.bench.robot_policies import POLICIES, Policy, make_policy
 from graphrl.bench.robot_runtimes import SAME_C, C, Runtime, Subject, count_allocations, makers
 from graphrl.bench.tables import BenchOptions, TextTable, installed
 from graphrl.compiler.benchmark import BenchmarkRow, machine
-from graphrl.compiler.bundle import Bundle, Contract, RecurrentState, export
+from graphrl.compiler.bundle import Bundle, Contract, export
 from graphrl.compiler.bundle.c_bench import FLAGS, Latency, c_memory
 from graphrl.compiler.bundle.c_policy import find_compiler
 from graphrl.compiler.bundle.latency import wait_until
@@ -202,8 +202,7 @@ def _policy_table(
 
 def _bundles(policy: Policy, folder: Path, options: BenchOptions, refused: dict[str, str]) -> tuple[Subject, float]:
     """The policy's bundle, one more with the AOTInductor package, and the seconds that the latter took."""
-    recurrent = tuple(RecurrentState(key, following) for key, following in policy.state)
-    contract = Contract(rate_hz=policy.rate_hz, recurrent=recurrent or None)
+    contract = Contract(rate_hz=policy.rate_hz)
     example = torch.cat([*policy.episode(4)])
     onnx = all(installed(package, options) for package in ("onnx", "onnxruntime"))
     if options.peers and not onnx:

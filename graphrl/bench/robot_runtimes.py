@@ -86,6 +86,11 @@ class Subject:
         """The observation and the state it starts from, by encoded key."""
         return {encode_key(key): value.numpy() for key, value in self.td.items(True, True)}
 
+    def observation(self) -> dict[str, np.ndarray]:
+        """What a runtime with a state of its own is given, by encoded key."""
+        carried = {s["key"] for s in self.bundle.contract["recurrent"] or ()}
+        return {key: value for key, value in self.named().items() if key not in carried}
+
     def state(self) -> list[tuple[str, str]]:
         """Encoded key and next key of what is carried."""
         return [(encode_key(key), encode_key(following)) for key, following in self.policy.state]
@@ -143,8 +148,7 @@ def main(arguments: Sequence[str]) -> None:
 def _c(subject: Subject) -> Runtime:
     """Timed by C: a loop that calls the step through a pointer and reads the clock before and after."""
     policy = CPolicy(subject.bundle.path)
-    carried = {key for key, _ in subject.state()}
-    policy({k: v for k, v in subject.named().items() if k not in carried})  # leaves the observation in its struct
+    policy(subject.observation())  # leaves it in its struct
     loop, step = _step_loop(), ctypes.cast(policy._step, ctypes.c_void_p)
 
     def times(calls: int) -> list[float]:
@@ -208,7 +212,7 @@ class _Tensors(nn.Module):
         self.graph = subject.policy.graph
         by_name = {encode_key(k): k for k in (*subject.policy.graph.in_keys, *subject.policy.graph.out_keys)}
         self.reads = [by_name[name] for name in subject.keys("inputs")]
-        self.writes = [by_name[name] for name in subject.keys("outputs")]
+        self.writes = [by_name[name] for name in subject.keys("outputs") if name in by_name]
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         td = self.graph(TensorDict(dict(zip(self.reads, inputs, strict=True)), batch_size=[1]))
@@ -220,8 +224,10 @@ def _torchscript(subject: Subject) -> Runtime:
         warnings.simplefilter("ignore")  # torch calls TorchScript deprecated, and doubts every check of a shape
         named = subject.named()
         example = tuple(torch.from_numpy(named[key]) for key in subject.keys("inputs"))
-        traced = torch.jit.freeze(torch.jit.trace(_Tensors(subject).eval(), example))
-    return _of_tensors(subject, traced, subject.keys("inputs"), subject.keys("outputs"))
+        tensors = _Tensors(subject).eval()
+        traced = torch.jit.freeze(torch.jit.trace(tensors, example))
+    writes = [encode_key(key) for key in tensors.writes]
+    return _of_tensors(subject, traced, subject.keys("inputs"), writes)
 
 
 def _compiled(subject: Subject, backend: str) -> Runtime:
@@ -240,8 +246,8 @@ def _of_tensors(subject: Subject, call: Call, reads: Sequence[str], writes: Sequ
     named = subject.named()
     values = [torch.from_numpy(named[key]) for key in reads]
     pairs = [(reads.index(key), writes.index(following)) for key, following in subject.state()]
-    order, back = ([theirs.index(key) for key in ours] for ours, theirs in (
-        (reads, subject.keys("inputs")), (subject.keys("outputs"), list(writes))))  # fmt: skip
+    order = [subject.keys("inputs").index(key) for key in reads]
+    lowered = np.zeros((1, 1), np.bool_)  # a bundle writes the flag of a first step, a graph only reads it
 
     def step() -> Sequence[Tensor]:
         found = call(*values)
@@ -251,7 +257,8 @@ def _of_tensors(subject: Subject, call: Call, reads: Sequence[str], writes: Sequ
 
     def run(row: Sequence[np.ndarray]) -> Row:
         found = call(*(torch.from_numpy(np.array(row[i])) for i in order))
-        return [found[i].numpy().copy() for i in back]
+        named = dict(zip(writes, found, strict=True))
+        return [named[key].numpy().copy() if key in named else lowered for key in subject.keys("outputs")]
 
     return Runtime(step, run)
 
@@ -311,8 +318,7 @@ def _bound_onnx(subject: Subject) -> Runtime:
 def _numpy(subject: Subject) -> Runtime:
     run, player = RUNNERS["numpy"](subject.bundle.path, subject.bundle.manifest)
     assert player is not None
-    carried = {key for key, _ in subject.state()}
-    row = {key: value for key, value in subject.named().items() if key not in carried}
+    row = subject.observation()
     player.reset()
     return Runtime(lambda: player.step(row), run)
 

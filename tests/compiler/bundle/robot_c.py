@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from graphrl.bench.robot_policies import POLICIES, make_policy
-from graphrl.compiler.bundle import Contract, RecurrentState
+from graphrl.compiler.bundle import Contract
 from graphrl.compiler.bundle.c_text import write_c
 from graphrl.compiler.bundle.golden import make_golden
+from graphrl.compiler.bundle.state import acting_graph
 from graphrl.compiler.bundle.write import TOLERANCE
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.trace import trace
@@ -25,12 +26,11 @@ def write_robot_c(folder: Path, shrink: int = 16, names: Sequence[str] = tuple(P
     made = {}
     for name in names:
         policy = make_policy(name, shrink)
-        recurrent = tuple(RecurrentState(key, following) for key, following in policy.state)
-        contract = Contract(rate_hz=policy.rate_hz, recurrent=recurrent or None)
+        graph, contract, _ = acting_graph(policy.graph, "action", Contract(rate_hz=policy.rate_hz))
         with torch.no_grad():
-            live = run_passes(trace(policy.graph, policy.example))
+            live = run_passes(trace(graph, policy.example))
             rows = [tuple(td[key] for key in live.in_keys) for td in policy.episode(4)]
-            golden = make_golden(live, rows, recurrent)
+            golden = make_golden(live, rows, contract.recurrent or ())
             text = write_c(run_passes(live, deploy=True), contract, golden.rows(), TOLERANCE, golden.scales, name)
         made[name] = folder / name
         made[name].mkdir(parents=True)

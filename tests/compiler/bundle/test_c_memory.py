@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from robot_policies import POLICIES, make_policy
 from small_gru import CONTRACT, START, gru
 from tensordict import TensorDict
 
+from graphrl.bench.robot_policies import POLICIES, make_policy
 from graphrl.compiler.backends.c99 import generate
 from graphrl.compiler.bundle import Bundle, Contract, CPolicy, RecurrentState, export
 from graphrl.compiler.passes.pipeline import run_passes

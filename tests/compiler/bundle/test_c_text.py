@@ -26,12 +26,12 @@ def test_the_header_has_the_place_of_every_named_entry(tmp_path: Path) -> None:
         ObservationTerm(("arm", "position"), names=("left hip", "2"), normalizer=none),
         ObservationTerm("target", normalizer=none),
     )
-    contract = Contract(rate_hz=50.0, observations=terms, action=ActionContract(joint_names=("2", "left hip")))
+    contract = Contract(rate_hz=50.0, observations=terms, action=ActionContract(joint_names=("2", "right hip")))
     bundle = export(graph, tmp_path / "b", data, targets=("c99",), contract=contract)
     (tmp_path / "use.c").write_text(
         '#include "policy.h"\n'
         "typedef char positions[POLICY_arm__position__left_u20_hip == 0 && POLICY_arm__position__2 == 1 ? 1 : -1];\n"
-        "typedef char actions[POLICY_action__2 == 0 && POLICY_action__left_u20_hip == 1 ? 1 : -1];\n"
+        "typedef char actions[POLICY_action__2 == 0 && POLICY_action__right_u20_hip == 1 ? 1 : -1];\n"
     )
     command = [str(CC), *STRICT, "-fsyntax-only", "-I", str(bundle.path / "c"), str(tmp_path / "use.c")]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from robot_policies import make_policy
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from graphrl.bench.robot_policies import make_policy
 from graphrl.compiler.bundle import ActionContract, Bundle, Contract, Normalizer, ObservationTerm, export
 from graphrl.compiler.bundle.front import stages
 from graphrl.compiler.bundle.tail import tail_steps
@@ -129,7 +129,7 @@ def test_the_true_contract_passes(tmp_path: Path) -> None:
     bundle = attempt(tmp_path, stated(replace(POSITION, clip=5.0)), legs(clip=5.0))
     said = bundle.manifest["checks"]
     assert all(said[name] == "passed" for name in ("normalizer", "action", "order", "rate"))
-    assert str(bundle).endswith("checks: 12 passed, 2 had nothing to check (range, allocation): fill the contract")
+    assert str(bundle).endswith("checks: 13 passed, 2 had nothing to check (range, allocation): fill the contract")
 
 
 @pytest.mark.parametrize("name", ["go1", "g1_fast_sac"])
