@@ -116,21 +116,15 @@ def export(
         inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
         golden = make_golden(live, inputs, contract.recurrent or (), recorded)
         ports = {"contract": contract.as_dict(), **program_to_json(live)}
-        parity = {"eager": measure(golden.arrays(live), ports, run)}
-        rounding = None
-        if weights != "float32":
-            exact, live = live, round_weights(live, weights)
-            rounding = measure(golden.arrays(exact), ports, _in_float64(live))
-            golden = make_golden(live, inputs, contract.recurrent or (), recorded)
         subject = Subject(
             contract, normalize_key(action_key), graph, before, live, golden, run, TOLERANCE, targets,
-            parity=parity, example=seen, recorded=recorded, weights=weights, rounding=rounding,
+            parity={"eager": measure(golden.arrays(live), ports, run)}, example=seen, recorded=recorded,
         )  # fmt: skip
+        if weights != "float32":
+            _round(subject, weights, inputs, ports)
         run_checks(subject, PROGRAM_CHECKS, waive)
-    # a normaliser in the weights would make them others than the rounded ones, and spread the columns of int8
-    deployed = run_passes(live, deploy=True, without=() if rounding is None else (fold_normalizer,))
     with whole_folder(Path(path), overwrite=overwrite) as folder:
-        _write(folder, subject, deployed, prefix)
+        _write(folder, subject, prefix)
         run_checks(subject, RUNTIME_CHECKS, waive)
         if closed_loop is not None:
             subject.closed_loop = run_closed_loop(subject, closed_loop, returns)
@@ -263,8 +257,16 @@ def _eager(graph: KeyedGraph, row: TensorDictBase, program: Program) -> Any:
     return run
 
 
-def _in_float64(program: Program) -> Run:
-    return lambda row: [t.numpy() for t in float64_reference(program, [torch.as_tensor(a) for a in row])]
+def _round(subject: Subject, form: str, inputs: Sequence[tuple[Tensor, ...]], ports: Mapping[str, Any]) -> None:
+    """From here on the program has rounded weights; what that moves is measured in float64."""
+    exact, rounded = subject.live, round_weights(subject.live, form)
+
+    def run(row: Sequence[Any]) -> list[Any]:
+        return [t.numpy() for t in float64_reference(rounded, [torch.as_tensor(a) for a in row])]
+
+    subject.weights, subject.live = form, rounded
+    subject.rounding = measure(subject.golden.arrays(exact), ports, run)
+    subject.golden = make_golden(rounded, inputs, subject.contract.recurrent or (), subject.recorded)
 
 
 @dataclass(frozen=True)
@@ -275,9 +277,11 @@ class _Identity:
     weight_hash: str
 
 
-def _write(folder: Path, subject: Subject, deployed: Program, prefix: str) -> None:
+def _write(folder: Path, subject: Subject, prefix: str) -> None:
     """All files but the reports, and a first manifest for the runtimes; then what each runtime makes of them."""
     live, contract, golden, targets = subject.live, subject.contract, subject.golden, subject.targets
+    # a normaliser in the weights would make them others than the rounded ones, and spread the columns of int8
+    deployed = run_passes(live, deploy=True, without=() if subject.rounding is None else (fold_normalizer,))
     contract_hash = contract.sha256()
     graph = {"schema_version": SCHEMA_VERSION, "contract_hash": contract_hash, **program_to_json(live)}
     graph_text = dump_json(graph)

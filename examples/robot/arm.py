@@ -54,4 +54,5 @@ class ArmEnv(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
         return {key: value.astype(np.float32) for key, value in values.items()}
 
 
-gymnasium.register("Arm-v0", entry_point=ArmEnv)
+if "Arm-v0" not in gymnasium.registry:
+    gymnasium.register("Arm-v0", entry_point=ArmEnv)
