@@ -92,18 +92,15 @@ def export(
     and the reports tell what it moved. data: recorded observations, by key [T, ...] or as a TensorDict [episodes, T]:
     golden rows and sequence, the size of a standard deviation, and bounds of declared observations without any.
     closed_loop: runs episodes with a player and gives their returns (``graphrl.envs.closed_loop``); what the policy
-    sees there is the data where none are given. The bundle, a folder or one file ``.zip``, appears whole or not at all;
-    ``overwrite`` replaces one only once the new one is verified. The same input gives the same bytes (``pt2`` apart:
-    torch numbers each package anew).
+    sees there is the data where none are given. A bundle, folder or ``.zip``, appears whole or not at all; ``overwrite``
+    replaces one once the new one is verified. Same input, same bytes (``pt2`` apart: torch numbers each package anew).
 
-    Raises :class:`BundleError` with the reason: a missing action, weights that are not finite, sampling or a buffer
-    that changes, an operation without C, ONNX or numpy form, parity beyond 1e-5 of the action's scale, an unwritable
-    folder, any other check; :class:`ContractError` where the contract contradicts the policy.
+    Raises :class:`BundleError` with the reason, a check that fails among them; :class:`ContractError` where the
+    contract contradicts the policy.
     """
     targets = _check_targets(targets)
     check_prefix(prefix)
     check_waivers(waive)
-    check_format(weights)
     graph, contract, starts = acting_graph(policy, normalize_key(action_key), _stated(contract))
     seen, rows = _seen(example, graph, starts)
     before = fingerprint(graph)
@@ -115,13 +112,12 @@ def export(
         contract = contract if recorded is None else with_ranges(contract, recorded)
         inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
         golden = make_golden(live, inputs, contract.recurrent or (), recorded)
-        ports = {"contract": contract.as_dict(), **program_to_json(live)}
         subject = Subject(
             contract, normalize_key(action_key), graph, before, live, golden, run, TOLERANCE, targets,
-            parity={"eager": measure(golden.arrays(live), ports, run)}, example=seen, recorded=recorded,
+            parity={"eager": measure(golden.arrays(live), _ports(contract, live), run)}, example=seen, recorded=recorded,
         )  # fmt: skip
         if weights != "float32":
-            _round(subject, weights, inputs, ports)
+            _round(subject, weights, inputs)
         run_checks(subject, PROGRAM_CHECKS, waive)
     with whole_folder(Path(path), overwrite=overwrite) as folder:
         _write(folder, subject, prefix)
@@ -137,7 +133,7 @@ def _recorded(
     data: Any, drive: Drive | None, run: Run, live: Program, contract: Contract
 ) -> tuple[Recording | None, list[float]]:
     """What was recorded, or else what the eager policy sees in its environment; and its returns there."""
-    ports: dict[str, Any] = {"contract": contract.as_dict(), **program_to_json(live)}
+    ports = _ports(contract, live)
     returns: list[float] = []
     carried = {s.key for s in contract.recurrent or ()}
     if drive is not None:
@@ -257,15 +253,21 @@ def _eager(graph: KeyedGraph, row: TensorDictBase, program: Program) -> Any:
     return run
 
 
-def _round(subject: Subject, form: str, inputs: Sequence[tuple[Tensor, ...]], ports: Mapping[str, Any]) -> None:
+def _ports(contract: Contract, program: Program) -> dict[str, Any]:
+    """What :func:`measure` reads of a manifest."""
+    return {"contract": contract.as_dict(), **program_to_json(program)}
+
+
+def _round(subject: Subject, form: str, inputs: Sequence[tuple[Tensor, ...]]) -> None:
     """From here on the program has rounded weights; what that moves is measured in float64."""
+    check_format(form)
     exact, rounded = subject.live, round_weights(subject.live, form)
 
     def run(row: Sequence[Any]) -> list[Any]:
         return [t.numpy() for t in float64_reference(rounded, [torch.as_tensor(a) for a in row])]
 
     subject.weights, subject.live = form, rounded
-    subject.rounding = measure(subject.golden.arrays(exact), ports, run)
+    subject.rounding = measure(subject.golden.arrays(exact), _ports(subject.contract, exact), run)
     subject.golden = make_golden(rounded, inputs, subject.contract.recurrent or (), subject.recorded)
 
 
