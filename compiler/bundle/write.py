@@ -92,7 +92,7 @@ def export(
     and the reports tell what it moved. data: recorded observations, by key [T, ...] or as a TensorDict [episodes, T]:
     golden rows and sequence, the size of a standard deviation, and bounds of declared observations without any.
     closed_loop: runs episodes with a player and gives their returns (``graphrl.envs.closed_loop``); what the policy
-    sees there is the data where none are given. A bundle, folder or ``.zip``, appears whole or not at all; ``overwrite``
+    sees there is the data where none are given. A folder or ``.zip`` appears whole or not at all; ``overwrite``
     replaces one once the new one is verified. Same input, same bytes (``pt2`` apart: torch numbers each package anew).
 
     Raises :class:`BundleError` with the reason, a check that fails among them; :class:`ContractError` where the
@@ -112,10 +112,9 @@ def export(
         contract = contract if recorded is None else with_ranges(contract, recorded)
         inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
         golden = make_golden(live, inputs, contract.recurrent or (), recorded)
-        subject = Subject(
-            contract, normalize_key(action_key), graph, before, live, golden, run, TOLERANCE, targets,
-            parity={"eager": measure(golden.arrays(live), _ports(contract, live), run)}, example=seen, recorded=recorded,
-        )  # fmt: skip
+        parity = {"eager": measure(golden.arrays(live), _ports(contract, live), run)}
+        subject = Subject(contract, normalize_key(action_key), graph, before, live, golden, run, TOLERANCE, targets,
+                          parity=parity, example=seen, recorded=recorded)  # fmt: skip
         if weights != "float32":
             _round(subject, weights, inputs)
         run_checks(subject, PROGRAM_CHECKS, waive)
