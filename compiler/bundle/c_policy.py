@@ -34,7 +34,8 @@ class CPolicy:
     """One instance of a bundle's compiled policy.
 
     bundle: its folder, or its ``.zip``. cc: C compiler, default ``$CC`` or cc, gcc, clang. flags: how to compile.
-    ``status`` holds the status bits of the last step: 1 non-finite input, 2 non-finite output, 4 out of range.
+    ``status`` holds the status bits of the last step: 1 non-finite observation, 2 non-finite output, 4 out of range,
+    8 non-finite state.
     """
 
     def __init__(

@@ -154,12 +154,14 @@ def _header(
             f"#define {up}_STATUS_NON_FINITE_INPUT 1u",
             f"#define {up}_STATUS_NON_FINITE_OUTPUT 2u",
             f"#define {up}_STATUS_OUT_OF_RANGE 4u /* an observation beyond the contract's low or high */",
+            f"#define {up}_STATUS_NON_FINITE_STATE 8u /* reset before the next step */",
             "",
             *_struct(f"{prefix}_obs", obs, [] if obs else ["unsigned char unused;"]),
             "",
             *_struct(f"{prefix}_command", command, [] if command else ["unsigned char unused;"]),
             "",
             *_places((*obs, *command), contract, up),
+            *_initializers((*obs, *command), contract, up),
             "/* Owned by the caller; any number of instances may run interleaved. Scratch is working memory of a step:",
             "   nothing in it is kept, and nobody need clear it. */",
             *_struct(f"{prefix}_state", state, ["uint32_t steps; /* since the last reset */"], generated.scratch),
@@ -194,6 +196,42 @@ def _places(members: Sequence[Member], contract: Contract, up: str) -> list[str]
     return ["/* Places of the entries that have names. */", "enum {", *lines, "};", ""] if lines else []
 
 
+def _initializers(members: Sequence[Member], contract: Contract, up: str) -> list[str]:
+    """The contract's numbers and names an entry, for arrays of the caller's: ``float low[] = POLICY_LOW_action;``."""
+    lines = []
+    for m in members:
+        term = next((t for t in contract.observations or () if t.key == m.key), None)
+        if contract.action is not None and contract.action.key == m.key and m.place == "command":
+            action = contract.action
+            fields = ("low", "high", "scale", "offset", "default_pose", "kp", "kd")
+            found = {name: getattr(action, name) for name in fields}
+            names = action.names or action.joint_names
+        elif term is not None:
+            found = {name: getattr(term, name) for name in ("low", "high", "scale")}
+            norm = term.normalizer
+            if norm is not None and norm.where == "outside":
+                found |= {"mean": norm.mean, "std": norm.std}
+            names = term.names
+        else:
+            continue
+        most = float(np.finfo(np.float32).max)  # for an entry without a bound
+        for name, values in found.items():
+            if values is not None:
+                each = values if isinstance(values, (tuple, list)) else [values] * m.size
+                numbers = [(-most if name == "low" else most) if v is None else v for v in each]
+                lines.append(f"#define {up}_{name.upper()}_{m.name} {{{', '.join(map(_f32, numbers))}}}")
+        if names:
+            lines.append(f"#define {up}_NAMES_{m.name} {{{', '.join(map(_text, names))}}}")
+    said = "/* What the contract says of each entry, to fill arrays with. The policy itself does not use it. */"
+    return [said, *lines, ""] if lines else []
+
+
+def _text(name: str) -> str:
+    """A string literal, in UTF-8."""
+    plain = set(range(32, 127)) - set(b'"\\?')
+    return '"' + "".join(chr(b) if b in plain else f"\\{b:03o}" for b in name.encode()) + '"'
+
+
 def _source(
     inputs: Sequence[Member], outputs: Sequence[Member], contract: Contract, prefix: str, generated: Generated
 ) -> str:
@@ -221,10 +259,10 @@ def _source(
     ranges, range_tables = _ranges(inputs, contract, up)
     body = [
         "uint32_t status = 0u;",
-        *_finite(inputs, place, f"{up}_STATUS_NON_FINITE_INPUT"),
+        *_finite(inputs, place, up, "INPUT"),
         *ranges,
         f"{prefix}_run({call});",
-        *_finite(outputs, place, f"{up}_STATUS_NON_FINITE_OUTPUT"),
+        *_finite(outputs, place, up, "OUTPUT"),
         *carries,
         "st->steps += 1u;",
         *(["(void)obs;"] if not any(m.place == "obs" for m in inputs) else []),
@@ -256,10 +294,10 @@ def _source(
     )
 
 
-def _finite(members: Sequence[Member], place: dict[str, str], bit: str) -> list[str]:
+def _finite(members: Sequence[Member], place: dict[str, str], up: str, side: str) -> list[str]:
     return [
         f"for (int i = 0; i < {m.size}; ++i) {{ if (!(fabsf({place[m.place]}{m.name}[i]) <= 3.402823466e+38f)) "
-        f"{{ status |= {bit}; }} }}"
+        f"{{ status |= {up}_STATUS_NON_FINITE_{'STATE' if m.place == 'state' else side}; }} }}"
         for m in members
         if m.c_type == "float" and m.size
     ]

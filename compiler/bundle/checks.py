@@ -18,7 +18,7 @@ from graphrl.compiler.bundle.contract import Contract, check_against
 from graphrl.compiler.bundle.names import c_names
 from graphrl.compiler.bundle.normalizer_check import check_normalizer
 from graphrl.compiler.bundle.range_check import check_range
-from graphrl.compiler.bundle.runtime import NON_FINITE_INPUT, NON_FINITE_OUTPUT, OUT_OF_RANGE, Policy
+from graphrl.compiler.bundle.runtime import NON_FINITE_INPUT, NON_FINITE_OUTPUT, NON_FINITE_STATE, OUT_OF_RANGE, Policy
 from graphrl.compiler.bundle.state_check import check_state
 from graphrl.compiler.bundle.subject import Skipped, Subject, fingerprint, frozen
 from graphrl.compiler.bundle.verify import verify
@@ -173,8 +173,8 @@ def check_extremes(subject: Subject) -> None:
             poison = np.full(s.shape, np.nan, np.float32)
             player.reset({encode_key(s.key): poison})
             player.step(subject.seen(subject.row()))
-            if not player.status & NON_FINITE_INPUT:
-                raise BundleError(f"{target}: NaN in the state {s.key!r}, and the status does not tell")
+            if player.status & (NON_FINITE_INPUT | NON_FINITE_STATE) != NON_FINITE_STATE:
+                raise BundleError(f"{target}: NaN in the state {s.key!r} alone, and the status is {player.status}")
         again = _once(player, subject.seen(subject.row()))
         if any(not np.array_equal(again[k], calm[k], equal_nan=True) for k in calm):
             raise BundleError(f"{target}: after NaN and a reset the action is another one")

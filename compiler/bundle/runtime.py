@@ -34,7 +34,7 @@ __all__ = [
     "OPERATIONS", "Policy", "check_files", "main", "misfit", "read_graph", "read_manifest", "read_safetensors",
 ]  # fmt: skip
 
-NON_FINITE_INPUT, NON_FINITE_OUTPUT, OUT_OF_RANGE = 1, 2, 4
+NON_FINITE_INPUT, NON_FINITE_OUTPUT, OUT_OF_RANGE, NON_FINITE_STATE = 1, 2, 4, 8
 SCHEMA_VERSION = 3
 F32, I64 = np.dtype("float32"), np.dtype("int64")
 
@@ -856,8 +856,9 @@ def _filled_in(value: Any, values: Sequence[Any]) -> Any:
 class Policy:
     """A bundle's policy with its recurrent state: ``reset`` at the start of an episode, then ``step`` by ``step``.
 
-    ``status`` of the last step: 1 non-finite input, 2 non-finite output, 4 an observation beyond the contract's low
-    or high; the action is computed either way. ``contract``: plain data, ``None`` where nothing is known.
+    ``status`` of the last step: 1 non-finite observation, 2 non-finite output, 4 an observation beyond the contract's
+    low or high, 8 non-finite state: reset before the next step. The action is computed either way. ``contract``: plain
+    data, ``None`` where nothing is known.
     """
 
     def __init__(self, files: _Files, manifest: dict[str, Any], graph: _Graph) -> None:
@@ -915,11 +916,13 @@ class Policy:
         """
         self._check_names(observation, self.observations, self.observations, "observation")
         given = {key: self._take(key, observation[key]) for key in self.observations}
-        given.update(self._state)
-        result = dict(zip((p["key"] for p in self._graph.outputs), self._graph.run([given[k] for k in self._ports])))
-        self.status = self._status(given, result)
-        self._state = {key: result[following] for key, following in self._carry.items()}
-        return {key: _row(value) for key, value in result.items() if key not in self._carry.values()}
+        read = {**given, **self._state}
+        result = dict(zip((p["key"] for p in self._graph.outputs), self._graph.run([read[k] for k in self._ports])))
+        following = {key: result[after] for key, after in self._carry.items()}
+        result = {key: value for key, value in result.items() if key not in self._carry.values()}
+        self.status = self._status(given, result, [*self._state.values(), *following.values()])
+        self._state = following
+        return {key: _row(value) for key, value in result.items()}
 
     def run_row(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The program itself: every input in the manifest's order, recurrent values among them, to every output."""
@@ -1003,10 +1006,12 @@ class Policy:
             raise ValueError(f"{key!r} holds {array.min()} to {array.max()}, more than a {port['dtype']} can")
         return taken
 
-    def _status(self, given: Mapping[str, np.ndarray], result: Mapping[str, np.ndarray]) -> int:
-        status = 0
-        for values, bit in ((given, NON_FINITE_INPUT), (result, NON_FINITE_OUTPUT)):
-            if not all(np.isfinite(v).all() for v in values.values()):
+    def _status(
+        self, given: Mapping[str, np.ndarray], result: Mapping[str, np.ndarray], state: Sequence[np.ndarray]
+    ) -> int:
+        status, groups = 0, (given.values(), result.values(), state)
+        for values, bit in zip(groups, (NON_FINITE_INPUT, NON_FINITE_OUTPUT, NON_FINITE_STATE)):
+            if not all(np.isfinite(v).all() for v in values):
                 status |= bit
         for key, term in self._terms.items():
             x = given[key].reshape(-1)

@@ -10,12 +10,13 @@ rest from its position; observations without names are a Float32MultiArray in th
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from pprint import pformat
 from typing import Any
+
+from caller_steps import action_steps, cpp_lines, observation_steps
 
 TEMPLATES = Path(__file__).with_name("ros2")
 
@@ -73,26 +74,28 @@ def ros2_files(manifest: dict[str, Any]) -> dict[str, str]:
     """The text of each file by its name."""
     observations, action = ports_of(manifest)
     contract = manifest["contract"]
-    stated = contract["action"] or {"low": None, "high": None}
-    bounds = {
-        bound: stated[bound] and [far if v is None else v for v in stated[bound]]
-        for bound, far in (("low", -math.inf), ("high", math.inf))
-    }
+    terms = {term["key"]: term for term in contract["observations"] or ()}
+    before = {port.key: observation_steps(terms.get(port.key), port.size) for port in observations}
+    after = action_steps(contract["action"], action.size)
+    prepare = [cpp_lines(before[p.key], f"obs_.{p.member}", p.size) for p in observations if before[p.key]]
+    commands = cpp_lines(after, f"command_.{action.member}", action.size)
     marks = {
         "hash": manifest["contract_hash"],
         "prefix": manifest["c"]["prefix"],
+        "PREFIX": manifest["c"]["prefix"].upper(),
         "rate": repr(float(contract["rate_hz"])),
         "period_ns": str(round(1e9 / contract["rate_hz"])),
         "ports": str(len(observations)),
-        "low": repr(bounds["low"] or -math.inf).replace("inf", "np.inf"),
-        "high": repr(bounds["high"] or math.inf).replace("inf", "np.inf"),
+        "before": pformat(before, width=100),
+        "after": pformat(after, width=100).replace("inf", "np.inf"),
         "sources": pformat({p.key: (p.topic, p.field if p.names else None) for p in observations}),
         "names": pformat({p.key: p.names for p in observations if p.names}),
         "action": repr((action.key, action.names, action.field)),
         "message": "JointState" if action.names else "Float32MultiArray",
         "subscriptions": "\n".join(_subscription(i, port) for i, port in enumerate(observations)),
-        "publish": _publish(action, bounds),
-        "clamps": _clamps(action, bounds),
+        "prepare": "\n".join(prepare),
+        "publish": _publish(action),
+        "command": commands,
         "states": _quoted([name for port in observations for name in port.interfaces()]),
         "commands": _quoted(action.interfaces()),
         "places": ", ".join(f"&obs_.{p.member}[{i}]" for p in observations for i in range(p.size)),
@@ -113,10 +116,10 @@ def _quoted(names: list[str]) -> str:
 
 def _subscription(port_index: int, port: Port) -> str:
     if port.names is None:
-        take = f"take({port_index}, m->data, obs_.{port.member}, {port.size})"
+        take = f"take({port_index}, m->data, sensed_.{port.member}, {port.size})"
         kind = "Float32MultiArray"
     else:
-        entries = ", ".join(f"{{{json.dumps(name)}, &obs_.{port.member}[{i}]}}" for i, name in enumerate(port.names))
+        entries = ", ".join(f"{{{json.dumps(name)}, &sensed_.{port.member}[{i}]}}" for i, name in enumerate(port.names))
         take = f"take_named({port_index}, m->name, m->{port.field}, {{{entries}}})"
         kind = "JointState"
     return (
@@ -125,23 +128,12 @@ def _subscription(port_index: int, port: Port) -> str:
     )
 
 
-def _publish(action: Port, bounds: dict[str, Any]) -> str:
+def _publish(action: Port) -> str:
     values = f"command_.{action.member}, command_.{action.member} + {action.size}"
     field = action.field if action.names else "data"
-    lines = [_clamps(action, bounds), f"    message.{field}.assign({values});"]
+    lines = [f"    message.{field}.assign({values});"]
     if action.names:
         lines += ["    message.header.stamp = now();", f"    message.name = {{{_quoted(action.names)}}};"]
-    return "\n".join(line for line in lines if line)
-
-
-def _clamps(action: Port, bounds: dict[str, Any]) -> str:
-    """The bounds of the contract, an entry a line."""
-    lines = []
-    for i in range(action.size):
-        entry = f"command_.{action.member}[{i}]"
-        for bound, function in (("low", "max"), ("high", "min")):
-            if bounds[bound] is not None and math.isfinite(bounds[bound][i]):
-                lines.append(f"    {entry} = std::{function}({entry}, static_cast<float>({bounds[bound][i]!r}));")
     return "\n".join(lines)
 
 

@@ -26,12 +26,20 @@ def test_the_header_has_the_place_of_every_named_entry(tmp_path: Path) -> None:
         ObservationTerm(("arm", "position"), names=("left hip", "2"), normalizer=none),
         ObservationTerm("target", normalizer=none),
     )
-    contract = Contract(rate_hz=50.0, observations=terms, action=ActionContract(joint_names=("2", "right hip")))
+    action = ActionContract(joint_names=("2", 'a "right" hip?\u00e9'), low=(-1.0, None), high=(1.0, 2.0), inside=(),
+                            default_pose=(0.25, -0.5))  # fmt: skip
+    contract = Contract(rate_hz=50.0, observations=terms, action=action)
     bundle = export(graph, tmp_path / "b", data, targets=("c99",), contract=contract)
     (tmp_path / "use.c").write_text(
         '#include "policy.h"\n'
         "typedef char positions[POLICY_arm__position__left_u20_hip == 0 && POLICY_arm__position__2 == 1 ? 1 : -1];\n"
-        "typedef char actions[POLICY_action__2 == 0 && POLICY_action__right_u20_hip == 1 ? 1 : -1];\n"
+        "static const float low[] = POLICY_LOW_action, high[] = POLICY_HIGH_action;\n"
+        "static const float pose[] = POLICY_DEFAULT_POSE_action;\n"
+        "static const char *const names[] = POLICY_NAMES_action, *const sensors[] = POLICY_NAMES_arm__position;\n"
+        "const char *f(int i);\n"
+        "const char *f(int i) { return low[i] < high[i] && pose[i] < 9.0f ? names[i] : sensors[i]; }\n"
+        "typedef char first[POLICY_action__2 == 0 ? 1 : -1];\n"
+        "typedef char second[POLICY_action__a_u20__u22_right_u22__u20_hip_u3F__uE9_ == 1 ? 1 : -1];\n"
     )
     command = [str(CC), *STRICT, "-fsyntax-only", "-I", str(bundle.path / "c"), str(tmp_path / "use.c")]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -153,10 +153,15 @@ def test_any_real_numbers_become_float32_once(policy: Policy) -> None:
 
 
 def test_status(policy: Policy) -> None:
-    for value, wanted in ((1.0, 0), (6.0, 4), (-6.0, 4), (np.inf, 1 | 4), (np.nan, 1 | 2)):
+    for value, wanted in ((1.0, 0), (6.0, 4), (-6.0, 4), (np.inf, 1 | 4), (np.nan, 1 | 2 | 8)):
         policy.reset()
         policy.step({"observation": [0.0, value, 0.0]})
         assert policy.status == wanted, value
+    policy.step({"observation": np.zeros(3)})
+    assert policy.status == 2 | 8  # the observation is well, what it left behind is not
+    policy.reset()
+    policy.step({"observation": np.zeros(3)})
+    assert policy.status == 0
 
 
 def test_integers_are_not_made_of_floats(tmp_path: Path) -> None:
