@@ -81,6 +81,7 @@ def _observations(manifest: Mapping[str, Any]) -> list[str]:
         each = [_each(f, term) for f in ("unit", "frame", "scale", "low", "high")]
         columns = [*each, norm.get("mean"), norm.get("std")]
         parts.append(f"Normalised: {_where(norm.get('where'))}" + _epsilon(norm))
+        parts.append(f"What to give: {_given(term, norm)}.")
         if term.get("names") or any(columns):
             names = entry_names(contract, port["key"], size)
             parts.append(_entries(("name", "unit", "frame", "scale", "low", "high", "mean", "std"), names, columns))
@@ -95,6 +96,17 @@ def _each(field: str, term: Mapping[str, Any]) -> Any:
 def _whole(field: str, term: Mapping[str, Any]) -> Any:
     """A field with one value for all entries; ``clip`` is a pair."""
     return term.get(field) if field == "clip" or _each(field, term) is None else "each its own, below"
+
+
+def _given(term: Mapping[str, Any], norm: Mapping[str, Any]) -> str:
+    """The caller's steps on an observation, as a formula."""
+    value = "sensor" + (" * scale" if term.get("scale") is not None else "")
+    value = f"clip({value}, {term['clip'][0]!r}, {term['clip'][1]!r})" if term.get("clip") else value
+    if norm.get("where") == "outside":
+        value = f"({value} - mean) / std"
+        value = f"clip({value}, -{norm['clip']!r}, {norm['clip']!r})" if norm.get("clip") else value
+    low_high = " low and high below are of this value, not of the sensor's" if value != "sensor" else ""
+    return f"`{value}`" + (f";{low_high}" if low_high and (term.get("low") or term.get("high")) else "")
 
 
 def _where(where: str | None) -> str:
@@ -125,6 +137,7 @@ def _action(manifest: Mapping[str, Any]) -> list[str]:
         rows += [("done inside the program", None if inside is None else ", ".join(inside) or "none of these steps")]
         rows += [(f.replace("_", " "), action[f]) for f in ("previous_action", "previous_action_initial")]
         parts.append(_table(("", ""), rows))
+        parts.append(_command(action))
         fields = ("unit", "scale", "offset", "joint_names", "low", "high", "default_pose", "kp", "kd")
         columns = [_each(f, action) for f in fields]
         if action["names"] or any(columns):
@@ -132,6 +145,20 @@ def _action(manifest: Mapping[str, Any]) -> list[str]:
             head = [f.replace("_", " ") for f in fields]
             parts.append(_entries(("name", *head), names, columns))
     return parts
+
+
+def _command(action: Mapping[str, Any]) -> str:
+    """The caller's steps on the action, as a formula."""
+    stated = [n for n in ("squash", "scale", "offset", "clip") if action[n] not in (None, "none")]
+    if action["inside"] is None and stated:
+        return "Which of these steps the program performs is not stated."
+    left = [n for n in stated if n not in (action["inside"] or ())]
+    value = "action"
+    value = f"{action['squash']}({value})" if "squash" in left else value
+    value += " * scale" if "scale" in left else ""
+    value += " + offset" if "offset" in left else ""
+    value = f"clip({value}, {action['clip'][0]!r}, {action['clip'][1]!r})" if "clip" in left else value
+    return f"The command to the motors: `{value}`."
 
 
 def _state(manifest: Mapping[str, Any]) -> str:

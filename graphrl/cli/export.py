@@ -37,6 +37,8 @@ class Export:
     """Checks whose failure the manifest records instead of stopping the export."""
     weights: str = "float32"
     """Or "float16", "int8": weights of products rounded so, in every runtime, and stored so in the C."""
+    prefix: str = "policy"
+    """Start of the names in C; two policies in one program need two."""
     overwrite: bool = False
     """Replace a bundle that is there."""
 
@@ -53,6 +55,7 @@ def run(arguments: list[str]) -> None:
         episodes=options.episodes,
         waive=options.waive,
         weights=options.weights,
+        prefix=options.prefix,
         overwrite=options.overwrite,
     )
     parity = ", ".join(f"{name} {error:.1e}" for name, error in bundle.parity.items())
@@ -73,10 +76,12 @@ def export_run(
     episodes: int = 5,
     waive: tuple[str, ...] = (),
     weights: str = "float32",
+    prefix: str = "policy",
     overwrite: bool = False,
 ) -> Any:
     """The policy of a run as a bundle; its contract says what environment and policy know, and what a file adds.
 
+    The action is clipped to its bounds inside, as the environment did in training.
     episodes: run in the environment with the bundle and with the eager policy, seeds :data:`SEED` and on; what the
     policy sees there are the recorded data of the bundle. Raises :class:`CheckpointError`, :class:`BundleError`.
     """
@@ -88,6 +93,7 @@ def export_run(
     policy, config = load_policy(checkpoint)
     with GymEnv(config.env.id, num_envs=16, seed=config.env.seed) as env:
         example = env.reset()
+        policy = within_bounds(policy, env.action_spec)
         contract = contract_from_env(env, policy)
     contract = contract if contract_file is None else merge_contract(contract, read_contract_file(contract_file))
     contract = contract if rate_hz is None else replace(contract, rate_hz=rate_hz)
@@ -100,6 +106,20 @@ def export_run(
         contract=contract,
         waive=waive,
         weights=weights,
+        prefix=prefix,
         overwrite=overwrite,
         closed_loop=drive,
     )
+
+
+def within_bounds(policy: Any, spec: Any) -> Any:
+    """``policy`` with its action clipped to the bounds of ``spec``, where it has any."""
+    from graphrl import KeyedGraph
+    from graphrl.specs import Bounded
+
+    if not isinstance(spec, Bounded) or not spec.dtype.is_floating_point:
+        return policy
+    low, high = spec.low[0], spec.high[0]
+    if not (low.isfinite() | high.isfinite()).any():
+        return policy
+    return KeyedGraph(policy, (lambda action: action.clamp(low, high), ["action"], ["action"]), out_keys=["action"])

@@ -24,11 +24,17 @@ def run(arguments: list[str]) -> None:
     options = tyro.cli(Inspect, prog="graphrl inspect", args=arguments)
     from rich.console import Console
 
+    from graphrl.compiler.bundle.contract_text import closed_loop_text
     from graphrl.compiler.bundle.load import load
 
     bundle = load(options.bundle)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    for table in (_contract(bundle), _interface(bundle), _parity(bundle), _checks(bundle), _files(bundle)):
+    for table in (_contract(bundle), _interface(bundle), _parity(bundle)):
+        console.print(table)
+    loop = bundle.manifest["reports"]["parity"]["closed_loop"]
+    if loop is not None:
+        console.print(f"in its environment: {closed_loop_text(loop)}", highlight=False)
+    for table in (_checks(bundle), _files(bundle)):
         console.print(table)
 
 
@@ -69,18 +75,15 @@ def _parity(bundle: Any) -> Any:
     from rich.table import Table
 
     parity = bundle.manifest["reports"]["parity"]
-    title = (
-        f"parity with float64: {parity['rows']} rows, {parity['sequence_steps']} steps, {parity['tolerance']} allowed"
-    )
-    table = Table("runtime", "relative", "absolute", "relative, sequence", title=title)
+    steps = parity["sequence_steps"]
+    rows = f"{parity['rows']} rows" + (f", {steps} steps" if steps else "")
+    title = f"parity with float64: {rows}, {parity['tolerance']} allowed"
+    columns = {"relative": "max_relative_error", "absolute": "max_absolute_error"}
+    columns |= {"relative, sequence": "sequence_relative_error"} if steps else {}
+    table = Table("runtime", *columns, title=title)
     for name in ("eager", *bundle.manifest["targets"]):
-        figures = [parity[column].get(name) for column in
-                   ("max_relative_error", "max_absolute_error", "sequence_relative_error")]  # fmt: skip
+        figures = [parity[column].get(name) for column in columns.values()]
         table.add_row(name, *("" if f is None else f"{f:.1e}" for f in figures))
-    if parity.get("closed_loop"):
-        from graphrl.compiler.bundle.contract_text import closed_loop_text
-
-        table.caption = f"in its environment: {closed_loop_text(parity['closed_loop'])}"
     return table
 
 

@@ -23,7 +23,7 @@ SHORTER = {
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_every_command_of_the_page_works(tmp_path: Path) -> None:
     blocks = re.findall(r"```(bash|c|python)\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    kinds = "bash c bash bash python bash python bash bash bash bash bash python bash"
+    kinds = "bash c bash bash python bash python bash bash bash bash bash python bash python"
     assert [kind for kind, _ in blocks] == kinds.split()
     (tmp_path / "bin").mkdir()
     (tmp_path / "examples").symlink_to(PAGE.parents[1] / "examples")

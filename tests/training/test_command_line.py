@@ -5,7 +5,9 @@ import sys
 import time
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
+import torch
 
 from graphrl.cli import main
 from graphrl.compiler.bundle import load
@@ -158,6 +160,10 @@ def test_export_fills_the_contract(tmp_path):
     assert contract["rate_hz"] == pytest.approx(20)
     action, (term,) = contract["action"], contract["observations"]
     assert (action["names"], action["low"], action["high"]) == (["action_0"], [-2.0], [2.0])
+    assert (action["clip"], action["inside"]) == ([-2.0, 2.0], ["clip"])  # as the environment does
+    step = load(tmp_path / "bundle").policy()
+    seen = np.array([step(x) for x in torch.randn(200, 3).mul(50).numpy()])
+    assert np.abs(seen).max() == 2.0 and np.abs(seen).min() < 2.0
     policy, _ = load_policy(tmp_path / "run")
     norm = next(m for m in policy.modules() if isinstance(m, RunningNorm))
     assert term["normalizer"]["where"] == "inside"

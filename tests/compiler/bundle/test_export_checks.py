@@ -238,7 +238,7 @@ def test_c_that_allocates(broken: Callable[..., None]) -> None:
 
 def test_c_that_keeps_silent_about_nan(broken: Callable[..., None]) -> None:
     wrong = c_with("status |= POLICY_STATUS_NON_FINITE_INPUT;", "status |= 0u;")
-    broken(write_module, "write_c", wrong, r"check 'extremes': c99, 'observation' = nan: status [02]", ("c99",))
+    broken(write_module, "write_c", wrong, r"check 'extremes': c99, 'observation' = nan: status (0|2|8|10);", ("c99",))
 
 
 def test_a_runtime_that_drifts(broken: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
