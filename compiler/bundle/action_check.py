@@ -141,16 +141,24 @@ def _shown(values: Any) -> tuple[float, ...]:
 
 
 def _check_bounds(subject: Subject, action: ActionContract) -> None:
-    """Golden rows, among them some of three standard deviations, stay within the bounds."""
+    """Golden rows, among them some of three standard deviations, stay within the bounds.
+
+    With a state, the steps of the golden sequence: what a filter holds in a single row is made up.
+    """
     position = list(subject.live.out_keys).index(subject.action)
+    sequence = subject.golden.sequence
+    found = [row[position] for row in subject.golden.outputs]
+    if sequence is not None:
+        found = [step[subject.action] for step in sequence.outputs]
     for bound, sign in (("low", 1), ("high", -1)):
         values = getattr(action, bound)
         if values is None:
             continue
         limit = torch.tensor([-sign * np.inf if v is None else v for v in values], dtype=torch.float64)
-        for row in subject.golden.outputs:
-            if bool((sign * (row[position].double().reshape(-1) - limit) < -1e-5).any()):
+        for action_of in (row.double().reshape(-1) for row in found):
+            if bool((sign * (action_of - limit) < -1e-5).any()):
                 raise BundleError(
-                    f"the action leaves its bounds ({bound} {list(values)}) although the contract says that "
-                    f"{list(action.inside or ())} happen inside the program: a squash or scale missing, or doubled?"
+                    f"the action, {_shown(action_of)}, leaves its bounds ({bound} {list(values)}) although the "
+                    f"contract says that {list(action.inside or ())} happen inside the program: a squash or scale "
+                    "missing, or doubled?"
                 )

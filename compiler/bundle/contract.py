@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -147,14 +147,15 @@ class ActionContract(_Typed):
 class RecurrentState(_Typed):
     """A value carried from one step to the next: read at ``key``, written at ``next_key``; ``initial`` on reset.
 
-    initial: a number, or one for each entry. reset_rule: what the state is on an episode's first step, in words where
-    that is not ``initial``.
+    shape: without a batch dim. initial: a number, or one for each entry. reset_rule: what the state is on an episode's
+    first step, in words where that is not ``initial``.
     """
 
     key: Key
     next_key: Key
     initial: float | Numbers = 0.0
     reset_rule: str | None = None
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -221,22 +222,39 @@ def hash_contract(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def with_shapes(contract: Contract, shapes: Mapping[Key, tuple[int, ...]]) -> Contract:
+    """The contract with the program's shapes, by key, where it states none; bounds without a source are stated ones."""
+    terms = contract.observations and tuple(
+        replace(
+            t,
+            shape=shapes.get(t.key) if t.shape is None else t.shape,
+            bounds_from="stated" if t.bounds_from is None and (t.low or t.high) else t.bounds_from,
+        )
+        for t in contract.observations
+    )
+    states = contract.recurrent and tuple(
+        replace(s, shape=shapes.get(s.key) if s.shape is None else s.shape) for s in contract.recurrent
+    )
+    return replace(contract, observations=terms, recurrent=states)
+
+
 def check_against(contract: Contract, inputs: Mapping[Key, int], action_key: Key, action_size: int) -> None:
     """Raise :class:`ContractError` where ``contract`` contradicts the program (inputs: key to size)."""
     recurrent = [s.key for s in contract.recurrent or ()]
     if contract.observations is not None:
         declared = [t.key for t in contract.observations]
+        spare = [key for key in declared if key not in inputs]
         for key in inputs:
             if key not in declared and key not in recurrent:
                 raise ContractError(
                     f"the policy reads {key!r}, which is not among the contract's observations {declared}: a "
-                    f"privileged input left in? Declare it, or leave it out.{did_you_mean(key, declared)}"
+                    f"privileged input left in? Declare it, or leave it out.{did_you_mean(key, spare)}"
                 )
         for key in declared:
             if key not in inputs:
                 raise ContractError(
                     f"the contract has observation {key!r}, but the policy reads {list(inputs)}."
-                    + did_you_mean(key, inputs)
+                    + did_you_mean(key, [k for k in inputs if k not in declared])
                 )
         for term in contract.observations:
             _check_sizes(term, inputs[term.key])

@@ -76,6 +76,7 @@ ABOUT: dict[str, dict[str, str]] = {
         "initial": "Its value at the start of an episode: one number, or one an entry.",
         "reset_rule": "What it is on an episode's first step: 'initial value'; 'first step', a flag that is true then "
         "and false after; 'first input', made of the first observation; or other words.",
+        "shape": "Its shape, without a batch dim.",
     },
 }
 """What each field means, its unit among it; under ``""`` the whole."""

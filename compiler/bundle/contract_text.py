@@ -189,7 +189,7 @@ def _accuracy(manifest: Mapping[str, Any]) -> str:
         most = max(moved["relative"], moved["sequence"] or 0.0)
         weights = (
             f" Weights are rounded to {manifest['weights']}, in every runtime and in this reference; rounding them "
-            f"moved an output by {most:.1e} of its usual size at most ({moved['absolute']:.1e} in its unit). "
+            f"moved the action by {most:.1e} of its spread at most ({moved['absolute']:.1e} in its unit). "
             f"Allowed: {moved['allowed']!r} relative."
         )
     steps = f", and on a sequence of {parity['sequence_steps']} steps" if parity["sequence_steps"] else ""

@@ -61,8 +61,8 @@ class Bundle:
         lines = [f"bundle {self.source}: {', '.join(self.manifest['targets'])}"]
         lines += [f"  {name}: largest error {error:.1e} against float64" for name, error in self.parity.items()]
         moved = self.manifest["reports"]["parity"].get("rounding")
-        lines += [f"  weights in {self.manifest['weights']}: rounding moved an output by "
-                  f"{max(moved['relative'], moved['sequence'] or 0.0):.1e}"] if moved else []  # fmt: skip
+        lines += [f"  weights in {self.manifest['weights']}: rounding moved the action by "
+                  f"{max(moved['relative'], moved['sequence'] or 0.0):.1e} of its spread"] if moved else []  # fmt: skip
         lines += [self.checks] if self.manifest.get("checks") else []
         return "\n".join(lines)
 

@@ -99,7 +99,10 @@ def _tensors(data: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def with_ranges(contract: Contract, recording: Recording) -> Contract:
-    """The contract, where it states no bounds of an observation with those recorded, and half their width more."""
+    """The contract, where it states no bounds of an observation with those recorded, and half their width more.
+
+    What training saw belongs to them: three standard deviations about the mean of a normaliser inside.
+    """
     terms = tuple(_with_range(term, recording.values.get(term.key)) for term in contract.observations or ())
     return replace(contract, observations=terms) if contract.observations is not None else contract
 
@@ -109,6 +112,10 @@ def _with_range(term: ObservationTerm, value: Tensor | None) -> ObservationTerm:
         return term
     flat = value.double().flatten(1)
     low, high = flat.amin(0), flat.amax(0)
+    norm = term.normalizer
+    if norm is not None and norm.where == "inside" and norm.mean is not None and norm.std is not None:
+        mean, std = (torch.tensor(v, dtype=torch.float64) for v in (norm.mean, norm.std))
+        low, high = torch.minimum(low, mean - 3 * std), torch.maximum(high, mean + 3 * std)
     margin = RANGE_MARGIN * (high - low)
     moved = (high > low).tolist()
     bounds = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ import torch
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from graphrl.compiler.bundle.contract import FIRST_STEP, ActionContract, Contract, RecurrentState
+from graphrl.compiler.bundle.contract import FIRST_STEP, ActionContract, Contract, ObservationTerm, RecurrentState
 from graphrl.errors import BundleError, ContractError, did_you_mean
 from graphrl.graph import KeyedGraph
 from graphrl.keys import Key, next_key, normalize_key, normalize_keys
@@ -108,10 +108,24 @@ def _filled_in(contract: Contract, nodes: list[Any], action: Key) -> Contract:
             _filled(t, facts.get(("observation", normalize_key(t.key)), {}), f"observation {t.key!r}")
             for t in observations
         )
-    fed_back, acting = facts.get(("action", action)), contract.action
+        _check_histories(observations, facts)
+    # an action of another name is the network's own, before the steps that make a command of it
+    fed_back = facts.get(("action", action), next((f for (part, _), f in facts.items() if part == "action"), None))
+    acting = contract.action
     if fed_back is not None:
         acting = _filled(acting or ActionContract(key=action), fed_back, "action")
     return replace(contract, recurrent=tuple(stated.values()) or None, observations=observations, action=acting)
+
+
+def _check_histories(terms: Sequence[ObservationTerm], facts: Mapping[tuple[str, Key | None], Any]) -> None:
+    """A history that a contract states is one that a node of the policy keeps, where nodes keep any."""
+    kept = {key: said for (part, key), said in facts.items() if part == "observation"}
+    for term in terms:
+        if kept and normalize_key(term.key) not in kept and term.history_length is not None:
+            found = [(said["history_length"], said["history_order"]) for said in kept.values()]
+            if (term.history_length, term.history_order or found[0][1]) not in found:
+                raise ContractError(f"observation {term.key!r}: the contract says length {term.history_length}, "
+                                    f"order {term.history_order!r}; the policy's graph keeps {found}")  # fmt: skip
 
 
 def _facts(nodes: list[Any]) -> dict[tuple[str, Key | None], dict[str, Any]]:

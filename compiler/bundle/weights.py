@@ -11,14 +11,16 @@ from torch import Tensor, fx
 from graphrl.compiler.backends.c99.nodes import op_name
 from graphrl.compiler.backends.c99.ops import VIEWS
 from graphrl.compiler.backends.c99.weights import FORMATS, encode
+from graphrl.compiler.bundle.golden import Golden
 from graphrl.compiler.bundle.parity import Parity
 from graphrl.compiler.program import Fixed, Program
 from graphrl.errors import BundleError, did_you_mean
+from graphrl.keys import Key
 
-__all__ = ["LIMITS", "check_format", "check_rounding", "round_weights"]
+__all__ = ["LIMITS", "check_format", "check_rounding", "round_weights", "what_moved"]
 
 LIMITS = {"float16": 1e-2, "int8": 5e-2}
-"""How far rounded weights may move an output, as a part of its usual size."""
+"""How far rounded weights may move the action, as a part of its own spread over the golden rows."""
 
 _MOVES = VIEWS | {"cat.default", "clone.default"}
 """Operations that move numbers and leave them what they are."""
@@ -34,9 +36,34 @@ def check_rounding(form: str, moved: Parity) -> None:
     """Refuse weights whose rounding moved an output too far."""
     if not moved.worst <= LIMITS[form]:
         raise BundleError(
-            f"weights rounded to {form} move an output by {moved.worst:.1e} of its usual size ({moved.where}); "
+            f"weights rounded to {form} move the action by {moved.worst:.1e} of its spread ({moved.where}); "
             f"{LIMITS[form]:.0e} is allowed: keep weights='float32'"
         )
+
+
+def what_moved(exact: Golden, rounded: Golden, position: int, key: Key) -> Parity:
+    """How far rounding moves the output at ``position``: on golden rows that are not extreme, and on the sequence.
+
+    relative: a part of the spread, the root mean square of what entries differ by from their own mean, so that a pose
+    which is added at the end hides no error. Of choices, the part of the rows where another is made.
+    """
+    wanted, found = (
+        torch.stack([o[position].double().reshape(-1) for o, kind in zip(g.outputs, g.kinds, strict=True)
+                     if kind != "extreme"]) for g in (exact, rounded)
+    )  # fmt: skip
+    if wanted.shape != found.shape:
+        return Parity(float("inf"), float("inf"), None, "a row whose output is no longer finite")
+    if not exact.outputs[0][position].is_floating_point():
+        other = (wanted != found).any(1).double()
+        return Parity(float(other.mean()), float(other.max()), None, f"{int(other.sum())} of {len(other)} choices")
+    spread = max(float(wanted.var(0, correction=0).mean().sqrt()), 1e-9)
+    by = (wanted - found).abs().amax(1)
+    relative, absolute, where = float(by.max()) / spread, float(by.max()), f"golden row {int(by.argmax())}"
+    if exact.sequence is None or rounded.sequence is None:
+        return Parity(relative, absolute, None, where)
+    pairs = zip(exact.sequence.outputs, rounded.sequence.outputs, strict=True)
+    along = max(float((a[key].double() - b[key].double()).abs().max()) for a, b in pairs)
+    return Parity(relative, max(absolute, along), along / spread, where)
 
 
 def round_weights(program: Program, form: str) -> Program:

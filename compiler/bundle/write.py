@@ -32,7 +32,7 @@ from graphrl.compiler.bundle.checks import (
 )
 from graphrl.compiler.bundle.closed_loop import Drive, play
 from graphrl.compiler.bundle.closed_loop import closed_loop as run_closed_loop
-from graphrl.compiler.bundle.contract import Contract
+from graphrl.compiler.bundle.contract import Contract, with_shapes
 from graphrl.compiler.bundle.contract_text import contract_text
 from graphrl.compiler.bundle.cpp_text import write_cpp
 from graphrl.compiler.bundle.files import dump_json, dump_npz, hash_files, sealed, sha256, whole_folder
@@ -45,12 +45,11 @@ from graphrl.compiler.bundle.ports import check_ports
 from graphrl.compiler.bundle.recorded import Recording, read_recording, with_ranges
 from graphrl.compiler.bundle.runners import RUNNERS, why_not_here
 from graphrl.compiler.bundle.state import acting_graph
-from graphrl.compiler.bundle.weights import LIMITS, check_format, round_weights
+from graphrl.compiler.bundle.weights import LIMITS, check_format, round_weights, what_moved
 from graphrl.compiler.passes.fold_normalizer import fold_normalizer
 from graphrl.compiler.passes.pipeline import run_passes
 from graphrl.compiler.program import Program
 from graphrl.compiler.trace import as_example, trace
-from graphrl.compiler.verify import float64_reference
 from graphrl.errors import BundleError, CompileError, ContractError, did_you_mean
 from graphrl.graph import KeyedGraph
 from graphrl.keys import Key, encode_key, normalize_key, normalize_keys
@@ -95,8 +94,7 @@ def export(
     sees there is the data where none are given. A folder or ``.zip`` appears whole or not at all; ``overwrite``
     replaces one once the new one is verified. Same input, same bytes (``pt2`` apart: torch numbers each package anew).
 
-    Raises :class:`BundleError` with the reason, a check that fails among them; :class:`ContractError` where the
-    contract contradicts the policy.
+    Raises :class:`BundleError` with the reason; :class:`ContractError` where the contract contradicts the policy.
     """
     targets = _check_targets(targets)
     check_prefix(prefix)
@@ -109,12 +107,13 @@ def export(
         check_ports(live, contract, targets)
         run = _eager(graph, rows[0], live)
         recorded, returns = _recorded(data, closed_loop, run, live, contract)
-        contract = contract if recorded is None else with_ranges(contract, recorded)
+        shaped = with_shapes(contract, {p.key: tuple(p.shape[1:]) for p in live.inputs})
+        contract = shaped if recorded is None else with_ranges(shaped, recorded)
         inputs = [tuple(row.get(key) for key in live.in_keys) for row in rows]
         golden = make_golden(live, inputs, contract.recurrent or (), recorded)
-        parity = {"eager": measure(golden.arrays(live), _ports(contract, live), run)}
         subject = Subject(contract, normalize_key(action_key), graph, before, live, golden, run, TOLERANCE, targets,
-                          parity=parity, example=seen, recorded=recorded)  # fmt: skip
+                          example=seen, recorded=recorded)  # fmt: skip
+        subject.parity["eager"] = measure(golden.arrays(live), _ports(contract, live), run)
         if weights != "float32":
             _round(subject, weights, inputs)
         run_checks(subject, PROGRAM_CHECKS, waive)
@@ -260,14 +259,11 @@ def _ports(contract: Contract, program: Program) -> dict[str, Any]:
 def _round(subject: Subject, form: str, inputs: Sequence[tuple[Tensor, ...]]) -> None:
     """From here on the program has rounded weights; what that moves is measured in float64."""
     check_format(form)
-    exact, rounded = subject.live, round_weights(subject.live, form)
-
-    def run(row: Sequence[Any]) -> list[Any]:
-        return [t.numpy() for t in float64_reference(rounded, [torch.as_tensor(a) for a in row])]
-
-    subject.weights, subject.live = form, rounded
-    subject.rounding = measure(subject.golden.arrays(exact), _ports(subject.contract, exact), run)
-    subject.golden = make_golden(rounded, inputs, subject.contract.recurrent or (), subject.recorded)
+    exact, contract = subject.golden, subject.contract
+    subject.weights, subject.live = form, round_weights(subject.live, form)
+    subject.golden = make_golden(subject.live, inputs, contract.recurrent or (), subject.recorded)
+    position = list(subject.live.out_keys).index(subject.action)
+    subject.rounding = what_moved(exact, subject.golden, position, subject.action)
 
 
 @dataclass(frozen=True)

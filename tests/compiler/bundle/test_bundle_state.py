@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,3 +165,59 @@ def test_a_first_step_that_depends_on_what_was_left_is_an_error(tmp_path: Path) 
     contract = Contract(recurrent=(RecurrentState("h", ("next", "h")),))
     with pytest.raises(BundleError, match="check 'state': an episode's first step depends on what"):
         grl.export(graph, tmp_path / "b", example, targets=("numpy",), contract=contract)
+
+
+def test_bounds_of_a_filtered_action_are_judged_on_states_that_happen(tmp_path: Path) -> None:
+    pose = torch.tensor([0.5, -1.0])
+    graph = grl.KeyedGraph(
+        (nn.Linear(3, 2), ["observation"], ["raw"]),
+        (lambda raw: torch.tanh(raw) * 0.25 + pose, ["raw"], ["target"]),
+        LowPassFilter(2, in_key="target", out_key="action", alpha=0.3),
+    )
+    action = ActionContract(squash="tanh", scale=0.25, offset=(0.5, -1.0), inside=("squash", "scale", "offset"),
+                            low=(0.25, -1.25), high=(0.75, -0.75))  # fmt: skip
+    contract = Contract(rate_hz=50.0, action=action)
+    bundle = grl.export(
+        graph, tmp_path / "b", {"observation": torch.randn(8, 3)}, contract=contract, targets=("numpy",)
+    )
+    assert bundle.manifest["checks"]["action"] == "passed"
+    (state, *_) = bundle.contract["recurrent"]
+    assert state["shape"] == [2]
+    for low in ((0.3, -1.25), (0.25, -0.9)):
+        wrong = replace(contract, action=replace(action, low=low))
+        with pytest.raises(BundleError, match="check 'action'"):
+            grl.export(
+                graph, tmp_path / "c", {"observation": torch.randn(64, 3) * 9}, contract=wrong, targets=("numpy",)
+            )
+
+
+def test_a_history_that_no_node_keeps_is_refused(tmp_path: Path) -> None:
+    graph = grl.KeyedGraph(
+        (lambda a, b: torch.cat([a, b], -1), ["a", "b"], ["both"]),
+        ObservationHistory(4, 3, in_key="both", out_key="history"),
+        (nn.Linear(12, 1), ["history"], ["action"]),
+    )
+    none = Normalizer("none")
+
+    def attempt(path: str, **said: Any) -> None:
+        terms = tuple(ObservationTerm(key, normalizer=none, **said) for key in ("a", "b"))
+        grl.export(graph, tmp_path / path, {"a": torch.randn(4, 2), "b": torch.randn(4, 2)}, targets=("numpy",),
+                   contract=Contract(rate_hz=50.0, observations=terms))  # fmt: skip
+
+    attempt("a", history_length=3, history_order="oldest_first")
+    for said in ({"history_length": 5}, {"history_length": 3, "history_order": "newest_first"}):
+        with pytest.raises(ContractError, match=r"the contract says length .*graph keeps \[\(3, 'oldest_first'\)\]"):
+            attempt("b", **said)
+
+
+def test_an_action_of_the_network_s_own_that_is_fed_back_is_told(tmp_path: Path) -> None:
+    previous = PreviousAction(2, action_key="raw")
+    graph = grl.KeyedGraph(
+        previous,
+        (lambda x, p: torch.cat([x, p], -1), ["observation", "previous_action"], ["joined"]),
+        (nn.Linear(5, 2), ["joined"], ["raw"]),
+        (lambda raw: raw * 0.25, ["raw"], ["action"]),
+        previous.feedback(),
+    )
+    bundle = grl.export(graph, tmp_path / "b", {"observation": torch.randn(4, 3)}, targets=("numpy",))
+    assert bundle.contract["action"]["previous_action"] == "raw"

@@ -33,7 +33,7 @@ FULL = Contract(
         offset=(0.1, 0.2), clip=(-1.0, 1.0), inside=("squash", "scale"), joint_names=("hip", "knee"),
         default_pose=(0.1, 0.2), kp=(20.0, 20.0), kd=(0.5, 0.5), previous_action="raw", previous_action_initial=0.0,
     ),
-    recurrent=(RecurrentState("h", ("next", "h"), (0.0, 1.0), "initial value"),),
+    recurrent=(RecurrentState("h", ("next", "h"), (0.0, 1.0), "initial value", (2,)),),
     quaternion_order="wxyz",
     command_ranges={"speed": (-1.0, 1.0)},
     notes="all of it",
