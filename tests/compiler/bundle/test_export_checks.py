@@ -236,9 +236,37 @@ def test_c_that_allocates(broken: Callable[..., None]) -> None:
     broken(write_module, "write_c", wrong, "check 'allocation': c99: 1000 allocations in 1000 steps", ("c99",))
 
 
-def test_c_that_keeps_silent_about_nan(broken: Callable[..., None]) -> None:
-    wrong = c_with("status |= POLICY_STATUS_NON_FINITE_INPUT;", "status |= 0u;")
-    broken(write_module, "write_c", wrong, r"check 'extremes': c99, 'observation' = nan: status [02]", ("c99",))
+TOO_LARGE = "!(fabsf(st->h[i]) <= 3.402823466e+38f)"
+THREAD = """uint32_t status = 0u; { static int started; unsigned long id; extern int pause(void);
+    extern int pthread_create(unsigned long *, const void *, void *(*)(void *), void *);
+    if (!started) { started = pthread_create(&id, NULL, (void *(*)(void *))(void (*)(void))pause, NULL) == 0; } }"""
+SCARRED = "{ static float scar; if (status & 1u) { scar = 1.0f; } command->action[0] += scar; } st->steps += 1u;"
+WRONG_C = {
+    "silent about NaN": ("status |= POLICY_STATUS_NON_FINITE_INPUT;", "status |= 0u;",
+                         r"'extremes': c99, 'observation' = nan: status [02]"),
+    "silent about NaN in its state": (TOO_LARGE, "0", "'extremes': c99: NaN in the state 'h'"),
+    "silent about its output": ("status |= POLICY_STATUS_NON_FINITE_OUTPUT;", "status |= 0u;",
+                                "'extremes': c99, 'observation' = nan: the output is not finite and the status is 1"),
+    "silent about its range": ("if (obs->observation[i] > high_observation[i])", "if (0)",
+                               "'extremes': c99: 'observation' beyond its high, and the status does not tell"),
+    "scarred by NaN": ("st->steps += 1u;", SCARRED, "'extremes': c99: after NaN and a reset the action is another one"),
+    "starts a thread": ("uint32_t status = 0u;", THREAD, "'allocation': c99: 1 threads before 1000 steps, 2 after"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG_C)
+def test_c_that_misbehaves(wrong: str, broken: Callable[..., None]) -> None:
+    old, new, message = WRONG_C[wrong]
+    broken(write_module, "write_c", c_with(old, new), f"check {message}", ("c99",))
+
+
+def test_a_double_that_is_taken_for_something_else(broken: Callable[..., None]) -> None:
+    take = Policy._take
+
+    def careless(self: Policy, key: str, value: Any) -> np.ndarray:
+        return take(self, key, value + 1.0 if getattr(value, "dtype", None) == np.float64 else value)
+
+    broken(Policy, "_take", careless, "check 'types': numpy: 'observation' as float64 gives another action")
 
 
 def test_a_runtime_that_drifts(broken: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
