@@ -111,6 +111,8 @@ FAULTS: dict[str, tuple[str, Callable[[], KeyedGraph], Contract | None, str]] = 
         ("squash", "scale"), 2.0, squash="tanh", scale=2.0), "scale is 2.0, and the program's"),
     "scale doubled": ("action", lambda: normalised(nn.Tanh(), Times(), Times()), with_bounds(
         ("squash", "scale"), squash="tanh", scale=0.5), r"scale is 0.5, and the program's \(0.25"),
+    "squash before the last layer": ("action", normalised, with_bounds(("squash",), 1e-3, squash="tanh"),
+                                     "the action leaves its bounds"),
     "inside not said": ("action", lambda: plain(), with_bounds(None), "which of squash, scale"),
     "joints in another order": ("order", lambda: plain(), stated(NONE, action=ActionContract(
         names=("hip", "knee"), joint_names=("knee", "hip"))), "same names in two orders"),
@@ -250,6 +252,8 @@ WRONG_C = {
     "silent about its range": ("if (obs->observation[i] > high_observation[i])", "if (0)",
                                "'extremes': c99: 'observation' beyond its high, and the status does not tell"),
     "scarred by NaN": ("st->steps += 1u;", SCARRED, "'extremes': c99: after NaN and a reset the action is another one"),
+    "forgets its state": ("{ st->h[i] = st->next__h[i]; }", "{ st->h[i] = st->h[i]; }",
+                          r"'parity': c99 differs .*\(step \d+ of the sequence, 'action'\)"),
     "starts a thread": ("uint32_t status = 0u;", THREAD, "'allocation': c99: 1 threads before 1000 steps, 2 after"),
 }  # fmt: skip
 
