@@ -1,5 +1,6 @@
 /* Latency of @prefix@_step on this machine, hot and then paced: bench [calls] [rate_hz] [paced_calls]. POSIX clocks.
-   Built with -D@PREFIX@_COUNT_ALLOCATIONS and -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc it counts allocations. */
+   Built with -D@PREFIX@_COUNT_ALLOCATIONS and -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=aligned_alloc,
+   --wrap=posix_memalign it counts allocations. */
 #define _POSIX_C_SOURCE 200809L
 #include "@prefix@.h"
 #include "@prefix@_golden.h"
@@ -15,12 +16,26 @@ static unsigned long counted = 0; /* in the last hot loop */
 void *__real_malloc(size_t size);
 void *__real_calloc(size_t count, size_t size);
 void *__real_realloc(void *old, size_t size);
+void *__real_aligned_alloc(size_t align, size_t size);
+int __real_posix_memalign(void **to, size_t align, size_t size);
+void *__wrap_aligned_alloc(size_t align, size_t size);
+int __wrap_posix_memalign(void **to, size_t align, size_t size);
 void *__wrap_malloc(size_t size);
 void *__wrap_calloc(size_t count, size_t size);
 void *__wrap_realloc(void *old, size_t size);
 void *__wrap_malloc(const size_t size) { ++allocations; return __real_malloc(size); }
 void *__wrap_calloc(const size_t count, const size_t size) { ++allocations; return __real_calloc(count, size); }
 void *__wrap_realloc(void *const old, const size_t size) { ++allocations; return __real_realloc(old, size); }
+void *__wrap_aligned_alloc(const size_t align, const size_t size)
+{
+    ++allocations;
+    return __real_aligned_alloc(align, size);
+}
+int __wrap_posix_memalign(void **const to, const size_t align, const size_t size)
+{
+    ++allocations;
+    return __real_posix_memalign(to, align, size);
+}
 #endif
 
 static double now_us(void)

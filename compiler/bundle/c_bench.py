@@ -16,7 +16,7 @@ from graphrl.errors import BundleError
 
 __all__ = ["CBench", "Latency", "c_memory", "measure_c", "stack_at_most"]
 
-COUNTED = ("malloc", "calloc", "realloc")
+COUNTED = ("malloc", "calloc", "realloc", "aligned_alloc", "posix_memalign")
 FLAGS = ("-O3", "-march=native")
 
 

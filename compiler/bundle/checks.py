@@ -6,6 +6,7 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -159,22 +160,27 @@ def check_extremes(subject: Subject) -> None:
         calm = _once(player, subject.seen(subject.row()))
         for i in subject.observations:
             key, value = subject.live.inputs[i].key, subject.row()[i]
+            last = value.clone()
+            last.reshape(-1)[-1] = float("nan")
             for number in (float("nan"), float("inf"), 1e30, 1e-40):
                 found = _once(player, subject.seen(subject.row({i: torch.full_like(value, number)})))
                 _check_status(f"{target}, {key!r} = {number}", player.status, np.isfinite(number), found)
-            high = terms[key].high if key in terms else None
-            if high is not None:
-                beyond = [0.0 if h is None else h + 0.01 * abs(h) + 1 for h in high]
+            found = _once(player, subject.seen(subject.row({i: last})))
+            _check_status(f"{target}, {key!r} = nan in its last entry", player.status, False, found)
+            for bound, sign in (("low", -1), ("high", 1)):
+                limits = getattr(terms[key], bound) if key in terms else None
+                beyond = [0.0 if v is None else v + sign * (0.01 * abs(v) + 1) for v in limits or ()]
+                if all(v is None for v in limits or ()):
+                    continue
                 _once(player, subject.seen(subject.row({i: torch.tensor(beyond).reshape(value.shape)})))
-                if any(h is not None for h in high) and not player.status & OUT_OF_RANGE:
-                    raise BundleError(f"{target}: {key!r} beyond its high, and the status does not tell")
+                if not player.status & OUT_OF_RANGE:
+                    raise BundleError(f"{target}: {key!r} beyond its {bound}, and the status does not tell")
         ports = [subject.live.inputs[keys.index(s.key)] for s in subject.contract.recurrent or ()]
-        for s in (p for p in ports if p.dtype.is_floating_point):
-            poison = np.full(s.shape, np.nan, np.float32)
-            player.reset({encode_key(s.key): poison})
+        for s, number in product((p for p in ports if p.dtype.is_floating_point), (np.nan, np.inf)):
+            player.reset({encode_key(s.key): np.full(s.shape, number, np.float32)})
             player.step(subject.seen(subject.row()))
             if player.status & (NON_FINITE_INPUT | NON_FINITE_STATE) != NON_FINITE_STATE:
-                raise BundleError(f"{target}: NaN in the state {s.key!r} alone, and the status is {player.status}")
+                raise BundleError(f"{target}: {number} in the state {s.key!r} alone, and the status is {player.status}")
         again = _once(player, subject.seen(subject.row()))
         if any(not np.array_equal(again[k], calm[k], equal_nan=True) for k in calm):
             raise BundleError(f"{target}: after NaN and a reset the action is another one")

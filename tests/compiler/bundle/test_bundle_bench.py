@@ -126,3 +126,14 @@ def test_without_a_rate_the_command_asks_for_one(tmp_path: Path, capsys: pytest.
     export(gru(), tmp_path / "b", START, contract=contract, targets=("numpy",))
     assert main(["bundle-bench", str(tmp_path / "b")]) == 2
     assert "states no rate_hz: give --rate" in capsys.readouterr().err
+
+
+def test_beside_a_busy_process_the_c_is_timed_on_one_thread_and_allocates_nothing(made: Bundle) -> None:
+    code = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+    with subprocess.Popen([sys.executable, "-c", code]) as busy:
+        try:
+            found = measure_c(made.path, "policy", calls=10_000, flags=("-O1",))
+        finally:
+            busy.kill()
+    assert found.hot.calls == 10_000 and 0 < found.hot.p50 <= found.hot.p99 <= found.hot.p999 <= found.hot.max
+    assert found.allocations == 0 and found.threads == found.threads_before

@@ -111,6 +111,8 @@ FAULTS: dict[str, tuple[str, Callable[[], KeyedGraph], Contract | None, str]] = 
         ("squash", "scale"), 2.0, squash="tanh", scale=2.0), "scale is 2.0, and the program's"),
     "scale doubled": ("action", lambda: normalised(nn.Tanh(), Times(), Times()), with_bounds(
         ("squash", "scale"), squash="tanh", scale=0.5), r"scale is 0.5, and the program's \(0.25"),
+    "squash before the last layer": ("action", normalised, with_bounds(("squash",), 1e-3, squash="tanh"),
+                                     "the action leaves its bounds"),
     "inside not said": ("action", lambda: plain(), with_bounds(None), "which of squash, scale"),
     "joints in another order": ("order", lambda: plain(), stated(NONE, action=ActionContract(
         names=("hip", "knee"), joint_names=("knee", "hip"))), "same names in two orders"),
@@ -236,9 +238,39 @@ def test_c_that_allocates(broken: Callable[..., None]) -> None:
     broken(write_module, "write_c", wrong, "check 'allocation': c99: 1000 allocations in 1000 steps", ("c99",))
 
 
-def test_c_that_keeps_silent_about_nan(broken: Callable[..., None]) -> None:
-    wrong = c_with("status |= POLICY_STATUS_NON_FINITE_INPUT;", "status |= 0u;")
-    broken(write_module, "write_c", wrong, r"check 'extremes': c99, 'observation' = nan: status (0|2|8|10);", ("c99",))
+THREAD = """uint32_t status = 0u; { static int started; unsigned long id; extern int pause(void);
+    extern int pthread_create(unsigned long *, const void *, void *(*)(void *), void *);
+    if (!started) { started = pthread_create(&id, NULL, (void *(*)(void *))(void (*)(void))pause, NULL) == 0; } }"""
+SCARRED = "{ static float scar; if (status & 1u) { scar = 1.0f; } command->action[0] += scar; } st->steps += 1u;"
+WRONG_C = {
+    "silent about NaN": ("status |= POLICY_STATUS_NON_FINITE_INPUT;", "status |= 0u;",
+                         r"'extremes': c99, 'observation' = nan: status (0|2|8|10);"),
+    "silent about NaN in its state": ("status |= POLICY_STATUS_NON_FINITE_STATE;", "status |= 0u;",
+                                      "'extremes': c99: nan in the state 'h'"),
+    "silent about its output": ("status |= POLICY_STATUS_NON_FINITE_OUTPUT;", "status |= 0u;",
+                                "'extremes': c99, 'observation' = nan: the output is not finite and the status is 9"),
+    "silent about its range": ("if (obs->observation[i] > high_observation[i])", "if (0)",
+                               "'extremes': c99: 'observation' beyond its high, and the status does not tell"),
+    "scarred by NaN": ("st->steps += 1u;", SCARRED, "'extremes': c99: after NaN and a reset the action is another one"),
+    "forgets its state": ("{ st->h[i] = st->next__h[i]; }", "{ st->h[i] = st->h[i]; }",
+                          r"'parity': c99 differs .*\(step \d+ of the sequence, 'action'\)"),
+    "starts a thread": ("uint32_t status = 0u;", THREAD, "'allocation': c99: 1 threads before 1000 steps, 2 after"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG_C)
+def test_c_that_misbehaves(wrong: str, broken: Callable[..., None]) -> None:
+    old, new, message = WRONG_C[wrong]
+    broken(write_module, "write_c", c_with(old, new), f"check {message}", ("c99",))
+
+
+def test_a_double_that_is_taken_for_something_else(broken: Callable[..., None]) -> None:
+    take = Policy._take
+
+    def careless(self: Policy, key: str, value: Any) -> np.ndarray:
+        return take(self, key, value + 1.0 if getattr(value, "dtype", None) == np.float64 else value)
+
+    broken(Policy, "_take", careless, "check 'types': numpy: 'observation' as float64 gives another action")
 
 
 def test_a_runtime_that_drifts(broken: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
