@@ -324,3 +324,11 @@ def test_inputs_are_found_by_key_and_entries_by_name(tmp_path: Path) -> None:
         policy.step({**named, "x1": {"hip": 0.0}})
     assert [t["key"] for t in bundle.contract["observations"]] == ["x2", "x1"]
     assert bundle.contract["observations"][0]["history_length"] == 1
+
+
+def test_a_refused_policy_has_its_buffers_back(tmp_path: Path) -> None:
+    policy = Rebinding()
+    mean, before = policy.mean, policy.mean.clone()
+    with pytest.raises(BundleError, match="check 'normalizer'"):
+        attempt(tmp_path, KeyedGraph((policy, ["observation"], ["action"])))
+    assert policy.mean is mean and torch.equal(mean, before)
