@@ -141,7 +141,7 @@ def _shown(values: Any) -> tuple[float, ...]:
 
 
 def _check_bounds(subject: Subject, action: ActionContract) -> None:
-    """Golden rows, among them some of three standard deviations, stay within the bounds."""
+    """Golden rows, among them some of three standard deviations, stay within the bounds, after the caller's steps."""
     position = list(subject.live.out_keys).index(subject.action)
     for bound, sign in (("low", 1), ("high", -1)):
         values = getattr(action, bound)
@@ -149,8 +149,21 @@ def _check_bounds(subject: Subject, action: ActionContract) -> None:
             continue
         limit = torch.tensor([-sign * np.inf if v is None else v for v in values], dtype=torch.float64)
         for row in subject.golden.outputs:
-            if bool((sign * (row[position].double().reshape(-1) - limit) < -1e-5).any()):
+            command = _commanded(row[position].double().reshape(-1), action)
+            if bool((sign * (command - limit) < -1e-5).any()):
                 raise BundleError(
                     f"the action leaves its bounds ({bound} {list(values)}) although the contract says that "
                     f"{list(action.inside or ())} happen inside the program: a squash or scale missing, or doubled?"
                 )
+
+
+def _commanded(x: torch.Tensor, action: ActionContract) -> torch.Tensor:
+    """What the caller makes of the program's action: the steps that are stated and not inside."""
+    left = {n: getattr(action, n) for n in ("squash", "scale", "offset", "clip") if n not in (action.inside or ())}
+    if left.get("squash") in RANGES:
+        x = torch.tanh(x) if left["squash"] == "tanh" else torch.sigmoid(x)
+    if left.get("scale") is not None:
+        x = x * torch.tensor(left["scale"], dtype=x.dtype)
+    if left.get("offset") is not None:
+        x = x + torch.tensor(left["offset"], dtype=x.dtype)
+    return x if left.get("clip") is None else x.clamp(*left["clip"])
