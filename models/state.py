@@ -141,16 +141,18 @@ class ObservationHistory(StateModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_key, out_key, state_key, is_init_key)
-        if length < 1 or order not in ("oldest_first", "newest_first") or padding not in ("same", "constant"):
+        _check_size(self, size)
+        _check_size(self, length)
+        if order not in ("oldest_first", "newest_first") or padding not in ("same", "constant"):
             raise GraphError(
-                f"ObservationHistory: length={length}, order={order!r}, padding={padding!r}; expected 1 or more, "
-                "'oldest_first' or 'newest_first', 'same' or 'constant'"
+                f"ObservationHistory: order={order!r}, padding={padding!r}; expected 'oldest_first' or "
+                "'newest_first', 'same' or 'constant'"
             )
         self.size, self.length, self.order, self.padding, self.flatten = size, length, order, padding, flatten
         self.padding_value = padding_value
         self.starts_at_input = padding == "same"
         start = 0.0 if self.starts_at_input else padding_value
-        self.register_buffer("initial", torch.tensor(start, device=device, dtype=dtype), persistent=False)
+        self.register_buffer("initial", _initial(start, 1, device, dtype), persistent=False)
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -204,12 +206,16 @@ class LowPassFilter(StateModule):
             raise GraphError("LowPassFilter: give alpha, or cutoff_hz and rate_hz")
         if alpha is None:
             assert cutoff_hz is not None and rate_hz is not None
+            if not (cutoff_hz > 0 and rate_hz > 0):
+                raise GraphError(f"LowPassFilter: cutoff_hz={cutoff_hz}, rate_hz={rate_hz}; expected positive numbers")
             alpha = -math.expm1(-2 * math.pi * cutoff_hz / rate_hz)
         if not 0 < alpha <= 1:
             raise GraphError(f"LowPassFilter: alpha is {alpha}; expected a number in (0, 1]")
+        _check_size(self, size)
         self.size, self.alpha, self.rate_hz = size, alpha, rate_hz
         self.starts_at_input = initial is None
-        self.register_buffer("initial", _values(initial or 0.0, size, device, dtype), persistent=False)
+        value = _initial(0.0 if initial is None else initial, size, device, dtype)
+        self.register_buffer("initial", value, persistent=False)
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -252,10 +258,10 @@ class PhaseClock(StateModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(None, out_key, state_key, is_init_key)
-        if not 0 < frequency_hz <= rate_hz / 2 or not offsets:
+        if not 0 < frequency_hz <= rate_hz / 2 < math.inf or not offsets or not all(map(math.isfinite, offsets)):
             raise GraphError(
                 f"PhaseClock: frequency_hz={frequency_hz}, rate_hz={rate_hz}, offsets={offsets}; expected a frequency "
-                "above 0, up to half the rate, and at least one offset"
+                "above 0, up to half the rate, and at least one offset, all of them finite"
             )
         self.frequency_hz, self.rate_hz, self.offsets = frequency_hz, rate_hz, tuple(offsets)
         turn = [2 * math.pi * frequency_hz / rate_hz]
@@ -314,10 +320,12 @@ class PreviousAction(StateModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(None, out_key, state_key, is_init_key)
+        _check_size(self, size)
         self.size, self.action_key, self.clip = size, normalize_key(action_key), clip
         self.out_keys = self.out_keys[:1]  # the next state is the feedback's to write
         self._made = {"device": device, "dtype": dtype}
-        self.register_buffer("initial", _values(initial, size, device, dtype), persistent=False)
+        self.register_buffer("initial", _initial(initial, size, device, dtype), persistent=False)
+        self.feedback()  # refuses bounds that are none now, not later
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -349,12 +357,18 @@ class _Feedback(TensorDictModuleBase):
     def __init__(self, action: Key, following: Key, size: int, clip: Any, made: Mapping[str, Any]) -> None:
         super().__init__()
         self.in_keys, self.out_keys = [action], [following]
-        for name, value in zip(("low", "high"), clip or (), strict=False):
-            self.register_buffer(name, _values(value, size, **made), persistent=False)
-        self.clips = clip is not None
+        self.size, self.clips = size, clip is not None
+        if self.clips:
+            bounds = [_values(v, size, **made) for v in clip] if isinstance(clip, (tuple, list)) else []
+            if len(bounds) != 2 or not (bounds[0] <= bounds[1]).all():
+                raise GraphError(f"PreviousAction: clip is {clip}; expected (low, high), no low above its high")
+            for name, value in zip(("low", "high"), bounds, strict=True):
+                self.register_buffer(name, value, persistent=False)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         action = tensordict.get(self.in_keys[0])
+        if action.shape[-1:] != (self.size,):
+            raise GraphError(f"{self.in_keys[0]!r} is {list(action.shape)}: expected [*B, {self.size}]")
         if self.clips:
             action = torch.clamp(action, self.get_buffer("low"), self.get_buffer("high"))
         return tensordict.set(self.out_keys[0], action)
@@ -366,9 +380,25 @@ def _plain(value: Tensor) -> float | tuple[float, ...]:
     return float(flat[0]) if len(set(flat)) == 1 else tuple(map(float, flat))
 
 
+def _check_size(node: StateModule, size: int) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise GraphError(f"{type(node).__name__}: {size!r} for a size or length; expected a whole number, 1 or more")
+
+
+def _initial(given: Numbers, size: int, device: Any, dtype: torch.dtype | None) -> Tensor:
+    """Finite :func:`_values`."""
+    value = _values(given, size, device, dtype)
+    if not value.isfinite().all():
+        raise GraphError(f"initial or padding value {given}: expected finite numbers")
+    return value
+
+
 def _values(given: Numbers, size: int, device: Any, dtype: torch.dtype | None) -> Tensor:
     """Numbers, or one for all, as [size] or []."""
-    value = torch.tensor(given, device=device, dtype=dtype or torch.get_default_dtype())
+    try:
+        value = torch.as_tensor(given, device=device, dtype=dtype or torch.get_default_dtype()).detach().clone()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise GraphError(f"{given!r}: expected one number, or {size}") from error
     if value.shape not in ((), (size,)):
         raise GraphError(f"{given} has {value.numel()} entries; expected one number, or {size}")
     return value

@@ -25,7 +25,7 @@ DTYPES = {torch.float32: TensorProto.FLOAT, torch.float64: TensorProto.DOUBLE, t
 
 UNARY = {
     "tanh": "Tanh", "sigmoid": "Sigmoid", "relu": "Relu", "exp": "Exp", "log": "Log", "sqrt": "Sqrt", "abs": "Abs",
-    "reciprocal": "Reciprocal", "neg": "Neg", "sign": "Sign", "floor": "Floor", "ceil": "Ceil", "round": "Round",
+    "reciprocal": "Reciprocal", "neg": "Neg", "floor": "Floor", "ceil": "Ceil", "round": "Round",
     "sin": "Sin", "cos": "Cos", "tan": "Tan", "asin": "Asin", "acos": "Acos", "atan": "Atan", "sinh": "Sinh",
     "cosh": "Cosh", "asinh": "Asinh", "acosh": "Acosh", "atanh": "Atanh", "erf": "Erf", "isnan": "IsNaN",
     "isinf": "IsInf", "logical_not": "Not",
@@ -88,6 +88,9 @@ def _binary(w: Writer, node: fx.Node, args: dict[str, Any], base: str) -> str:
         dtype = torch.int64 if dtype == torch.bool else dtype  # ONNX orders numbers only
     if base == "rsub":
         left, right = right, left
+    if base == "pow" and right in (0.5, -0.5):  # a root of -inf is NaN, its power 0.5 is not
+        root = w.op("Sqrt", w.read(left, dtype))
+        return root if right > 0 else w.op("Reciprocal", root)
     second = w.read(right, dtype)
     if args.get("alpha", 1) != 1:
         second = w.op("Mul", second, w.number(args["alpha"], dtype))
@@ -100,8 +103,19 @@ def _rounded_division(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
     dtype = value_of(node).dtype
     if not dtype.is_floating_point:
         raise Unsupported("div with rounding on integers has no ONNX form here", node)
-    ratio = w.op("Div", w.read(args["self"], dtype), w.read(args["other"], dtype))
-    return w.op("Floor", ratio) if args["rounding_mode"] == "floor" else _truncate(w, ratio)
+    left, right = w.read(args["self"], dtype), w.read(args["other"], dtype)
+    ratio = w.op("Div", left, right)
+    if args["rounding_mode"] != "floor":
+        return _truncate(w, ratio)
+    # what is left is taken off first, as in torch: 1 / 0.1f rounds to 10, but 0.1f goes into 1 only nine times
+    rest, zero, one = w.op("Mod", left, right, fmod=1), w.number(0, dtype), w.number(1, dtype)
+    less = w.op("Where", _signs_differ(w, rest, right, zero), one, zero)
+    whole = w.op("Sub", w.op("Div", w.op("Sub", left, rest), right), less)
+    return w.op("Where", w.op("Equal", right, zero), ratio, w.op("Round", whole))
+
+
+def _signs_differ(w: Writer, left: str, right: str, zero: str) -> str:
+    return w.op("Less", w.op("Mul", w.op("Sign", left), w.op("Sign", right)), zero)
 
 
 def _truncate(w: Writer, name: str) -> str:
@@ -320,18 +334,26 @@ def _remainder(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
     if not dtype.is_floating_point:
         return w.op("Mod", left, right)
     rest, zero = w.op("Mod", left, right, fmod=1), w.number(0, dtype)
-    turned = w.op("Less", w.op("Mul", w.op("Sign", rest), w.op("Sign", right)), zero)
-    return w.op("Where", turned, w.op("Add", rest, right), rest)
+    return w.op("Where", _signs_differ(w, rest, right, zero), w.op("Add", rest, right), rest)
 
 
 def _atan2(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
     """From the angle of the absolute values, which lies between 0 and pi / 2."""
     dtype = value_of(node).dtype
     y, x, zero = w.read(args["self"], dtype), w.read(args["other"], dtype), w.number(0, dtype)
-    angle = w.op("Atan", w.op("Div", w.op("Abs", y), w.op("Abs", x)))
-    angle = w.op("Where", w.op("Equal", y, zero), zero, angle)
-    angle = w.op("Where", w.op("Less", x, zero), w.op("Sub", w.number(math.pi, dtype), angle), angle)
-    return w.op("Where", w.op("Less", y, zero), w.op("Neg", angle), angle)
+    rise, run, one = w.op("Abs", y), w.op("Abs", x), w.number(1, dtype)
+    same = w.op("Where", w.op("Equal", rise, zero), zero, one)  # 0 / 0 and inf / inf have an angle
+    angle = w.op("Atan", w.op("Where", w.op("Equal", rise, run), same, w.op("Div", rise, run)))
+    left, down = (w.op("Or", w.op("Less", v, zero), w.op("Less", w.op("Div", one, v), zero)) for v in (x, y))  # -0 too
+    angle = w.op("Where", left, w.op("Sub", w.number(math.pi, dtype), angle), angle)
+    return w.op("Where", down, w.op("Neg", angle), angle)
+
+
+def _sign(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
+    """0 of NaN, as torch has it."""
+    name, dtype = w.names[args["self"]], value_of(node).dtype
+    made = w.op("Sign", name)
+    return w.op("Where", w.op("IsNaN", name), w.number(0, dtype), made) if dtype.is_floating_point else made
 
 
 def _softmax(w: Writer, node: fx.Node, args: dict[str, Any]) -> str:
@@ -415,7 +437,7 @@ _HANDLERS: dict[str, Callable[[Writer, fx.Node, dict[str, Any]], Any]] = {
     "expand": _expand, "slice": _slice, "select": _select, "unbind": _unbind, "flip": _flip, "cat": _cat,
     "constant_pad_nd": _pad, "repeat": _repeat, "where": _where, "elu": _elu, "gelu": _gelu,
     "silu": _silu, "log1p": _log1p, "expm1": _expm1, "rsqrt": _rsqrt, "leaky_relu": _leaky_relu, "_to_copy": _cast,
-    "arange": _arange, "fmod": _fmod, "remainder": _remainder, "atan2": _atan2,
+    "arange": _arange, "fmod": _fmod, "remainder": _remainder, "atan2": _atan2, "sign": _sign, "sgn": _sign,
     "cumsum": _cumsum, "var": _variance, "native_layer_norm": _layer_norm,
     "trunc": lambda w, node, args: _truncate(w, w.names[args["self"]]),
     "copy": lambda w, node, args: w.op("Expand", _read_source(w, node, args), w.ints(value_of(node).shape)),

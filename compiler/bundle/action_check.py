@@ -141,7 +141,7 @@ def _shown(values: Any) -> tuple[float, ...]:
 
 
 def _check_bounds(subject: Subject, action: ActionContract) -> None:
-    """Golden rows, among them some of three standard deviations, stay within the bounds.
+    """Golden rows, among them some of three standard deviations, stay within the bounds, after the caller's steps.
 
     With a state, the steps of the golden sequence: what a filter holds in a single row is made up.
     """
@@ -155,10 +155,22 @@ def _check_bounds(subject: Subject, action: ActionContract) -> None:
         if values is None:
             continue
         limit = torch.tensor([-sign * np.inf if v is None else v for v in values], dtype=torch.float64)
-        for action_of in (row.double().reshape(-1) for row in found):
-            if bool((sign * (action_of - limit) < -1e-5).any()):
+        for command in (_commanded(row.double().reshape(-1), action) for row in found):
+            if bool((sign * (command - limit) < -1e-5).any()):
                 raise BundleError(
-                    f"the action, {_shown(action_of)}, leaves its bounds ({bound} {list(values)}) although the "
+                    f"the action, {_shown(command)}, leaves its bounds ({bound} {list(values)}) although the "
                     f"contract says that {list(action.inside or ())} happen inside the program: a squash or scale "
                     "missing, or doubled?"
                 )
+
+
+def _commanded(x: torch.Tensor, action: ActionContract) -> torch.Tensor:
+    """What the caller makes of the program's action: the steps that are stated and not inside."""
+    left = {n: getattr(action, n) for n in ("squash", "scale", "offset", "clip") if n not in (action.inside or ())}
+    if left.get("squash") in RANGES:
+        x = torch.tanh(x) if left["squash"] == "tanh" else torch.sigmoid(x)
+    if left.get("scale") is not None:
+        x = x * torch.tensor(left["scale"], dtype=x.dtype)
+    if left.get("offset") is not None:
+        x = x + torch.tensor(left["offset"], dtype=x.dtype)
+    return x if left.get("clip") is None else x.clamp(*left["clip"])

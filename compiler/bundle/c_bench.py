@@ -137,7 +137,7 @@ def _compiles(arguments: Sequence[str]) -> str | None:
     """The compiler's complaint, or ``None``."""
     try:
         compiler = find_compiler()
-    except RuntimeError as error:
+    except OSError as error:
         raise BundleError(str(error)) from error
     if compiler is None:
         raise BundleError("no C compiler: install gcc or clang, or set CC")

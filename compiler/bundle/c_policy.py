@@ -29,6 +29,9 @@ C_TYPES = {"float": (ctypes.c_float, np.float32), "double": (ctypes.c_double, np
            "int64_t": (ctypes.c_int64, np.int64), "int32_t": (ctypes.c_int32, np.int32),
            "unsigned char": (ctypes.c_ubyte, np.uint8)}  # fmt: skip
 
+LARGEST = 1 << 30
+"""Bytes that a ``.zip`` may unpack to, unless it takes a quarter of them itself."""
+
 
 class CPolicy:
     """One instance of a bundle's compiled policy.
@@ -131,10 +134,18 @@ def as_folder(bundle: str | Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as temporary:
         try:
             with zipfile.ZipFile(bundle) as archive:
+                check_size(bundle, archive)
                 archive.extractall(temporary)  # names that lead elsewhere lose what leads there
         except (zipfile.BadZipFile, NotImplementedError) as error:
             raise ValueError(f"{bundle} is no bundle: {error}") from None
         yield Path(temporary)
+
+
+def check_size(file: str | Path, archive: zipfile.ZipFile) -> None:
+    """Raises ``ValueError`` where a ``.zip`` unpacks to more than :data:`LARGEST`, and than four times its size."""
+    size = sum(entry.file_size for entry in archive.infolist())
+    if size > max(LARGEST, 4 * Path(file).stat().st_size):
+        raise ValueError(f"{file} unpacks to {size} bytes: more than {LARGEST}, and than four times its own size")
 
 
 def hash_manifest(manifest: Mapping[str, Any]) -> str:
@@ -187,10 +198,10 @@ def _check_folder(folder: Path) -> int:
 
 
 def find_compiler() -> str | None:
-    """``$CC``, else cc, gcc or clang on the path. Raises ``RuntimeError`` where CC names no program."""
+    """``$CC``, else cc, gcc or clang on the path. Raises ``FileNotFoundError`` where CC names no program."""
     chosen = os.environ.get("CC")
     if chosen and shutil.which(chosen) is None:
-        raise RuntimeError(f"CC is {chosen!r}, which is no program on the path: name one compiler, without arguments")
+        raise FileNotFoundError(f"CC is {chosen!r}, no program on the path: name one compiler, without arguments")
     return next((found for name in (chosen, "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
 
 

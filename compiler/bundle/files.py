@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from graphrl.compiler.bundle.c_policy import hash_manifest
+from graphrl.compiler.bundle.c_policy import check_size, hash_manifest
 from graphrl.compiler.files import replace_file
 from graphrl.errors import BundleError
 
@@ -68,11 +68,12 @@ def dump_zip(folder: Path) -> bytes:
 def unpack(file: Path, into: Path) -> None:
     """Write the files of a zipped bundle below ``into``: the manifest, and what it lists, nothing else.
 
-    Raises :class:`BundleError` for a file that is no zip, a name that leads elsewhere, a name twice, a link, or a file
-    that the manifest does not list.
+    Raises :class:`BundleError` for a file that is no zip, a name that leads elsewhere, a name twice, a link, a file
+    that the manifest does not list, or one that unpacks to far more than it takes.
     """
     try:
         with zipfile.ZipFile(file) as archive:
+            check_size(file, archive)
             names = [e.filename for e in archive.infolist()]
             if "manifest.json" not in names:
                 raise BundleError(f"{file} is no bundle: it holds no manifest.json")

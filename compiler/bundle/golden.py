@@ -118,8 +118,8 @@ def make_golden(
         rows.append(("extreme", tuple(filled)))
     kept: list[Any] = []
     for kind, inputs in rows:
-        outputs = tuple(t.double() if t.is_floating_point() else t for t in float64_reference(program, list(inputs)))
-        if all(torch.isfinite(t).all() and (t.double().abs() < 1e37).all() for t in outputs):
+        outputs = _wanted(program, inputs)
+        if outputs and all(torch.isfinite(t).all() and (t.double().abs() < 1e37).all() for t in outputs):
             kept.append((kind, inputs, outputs))
     if not any(kind == "example" for kind, _, _ in kept):
         raise BundleError("the policy's output is not finite for any golden input that is a row of the example")
@@ -137,6 +137,15 @@ def make_golden(
         ]
     sequence = _rollout(program, steps, recurrent) if recurrent else None
     return Golden(columns[0], columns[1], columns[2], tuple(scales), sequence)
+
+
+def _wanted(program: Program, row: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The reference of a row; nothing where it has none: a random row may be a matrix without an inverse."""
+    try:
+        found = float64_reference(program, list(row))
+    except torch.linalg.LinAlgError:
+        return ()
+    return tuple(t.double() if t.is_floating_point() else t for t in found)
 
 
 def _float32_holds(program: Program, row: Sequence[Tensor], wanted: Sequence[Tensor], scales: Sequence[float]) -> bool:

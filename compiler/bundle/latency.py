@@ -26,6 +26,9 @@ __all__ = ["bench_bundle", "memory_report", "wait_until", "write_reports"]
 SLACK_S = 2e-4
 """The last part of a wait is spent looking at the clock: a sleep may take so much longer than asked."""
 
+MOST_STEPS = 10_000_000
+"""Of one measurement: the time of each is kept."""
+
 
 def bench_bundle(bundle: Bundle, *, rate_hz: float, calls: int = 20_000, seconds: float = 10.0) -> dict[str, Any]:
     """Latency of each target: ``calls`` steps on end, then ``seconds`` at ``rate_hz`` with absolute deadlines.
@@ -39,6 +42,9 @@ def bench_bundle(bundle: Bundle, *, rate_hz: float, calls: int = 20_000, seconds
     for name, value in (("rate_hz", rate_hz), ("calls", calls), ("seconds", seconds)):
         if not value > 0:
             raise BundleError(f"{name} is {value}: expected a positive number")
+    for what, steps in (("calls", calls), (f"{seconds:g} s at {rate_hz:g} Hz", seconds * rate_hz)):
+        if not steps <= MOST_STEPS:
+            raise BundleError(f"{what}: {steps:.3g} steps; expected {MOST_STEPS:,} at most")
     paced = max(int(seconds * rate_hz), 1)
     manifest, found, skipped = bundle.manifest, {}, {}
     for target in manifest["targets"]:

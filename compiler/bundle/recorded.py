@@ -68,8 +68,9 @@ def read_recording(data: Any, keys: Sequence[Key]) -> Recording:
         if td.get(key, None) is None:
             raise BundleError(f"the recorded data lack {key!r}, which the policy reads; they have {present}."
                               f"{did_you_mean(key, present)}")  # fmt: skip
-    if td.batch_dims not in (1, 2) or not td.numel():
-        raise BundleError(f"the recorded data have batch size {list(td.batch_size)}: expected [T] or [episodes, T]")
+    if td.batch_dims not in (1, 2) or 0 in td.batch_size:
+        raise BundleError(f"the recorded data have batch size {list(td.batch_size)}: expected [T] or [episodes, T], "
+                          "a step at least")  # fmt: skip
     flag = next((td.get(name) for name in ("is_init", "reset") if td.get(name, None) is not None), None)
     if td.batch_dims == 2:
         resets = torch.zeros(td.batch_size, dtype=torch.bool)
@@ -95,7 +96,15 @@ def _timed(data: Any) -> TensorDictBase:
 
 
 def _tensors(data: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {k: _tensors(v) if isinstance(v, Mapping) else torch.as_tensor(v) for k, v in data.items()}
+    return {k: _tensors(v) if isinstance(v, Mapping) else _tensor(k, v) for k, v in data.items()}
+
+
+def _tensor(key: Any, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise BundleError(f"the recorded {key!r} is no array [T, ...] of numbers ({error}): episodes of several "
+                          "lengths go one after another, is_init true where one starts") from error  # fmt: skip
 
 
 def with_ranges(contract: Contract, recording: Recording) -> Contract:

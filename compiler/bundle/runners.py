@@ -22,7 +22,7 @@ def why_not_here(target: str, manifest: Mapping[str, Any]) -> str | None:
     if target == "c99":
         try:
             return "no C compiler here" if find_compiler() is None else None
-        except RuntimeError as error:
+        except OSError as error:
             raise BundleError(str(error)) from error
     package = {"onnx": "onnxruntime", "pt2": "torch", "executorch": "executorch"}.get(target)
     if package is not None and importlib.util.find_spec(package) is None:

@@ -239,7 +239,23 @@ def _places(indices: Sequence[Any]) -> Any:
     return tuple(slice(None) if i is None else i for i in indices)
 
 
+_MISSING = {"f": np.nan}
+
+
+def _taken(self: Any, index: Any, axis: int = 0) -> Any:
+    """A place outside, of a NaN say, gives NaN or 0, as in the C; the status tells."""
+    axis, index = axis % self.ndim, np.asarray(index)
+    inside = (index >= 0) & (index < self.shape[axis])
+    found = np.take(self, np.where(inside, index, 0), axis)
+    inside = inside.reshape(inside.shape + (1,) * (self.ndim - axis - 1))
+    return found if inside.all() else np.where(inside, found, _MISSING.get(self.dtype.kind, 0)).astype(self.dtype)
+
+
 def _index(self: Any, indices: Sequence[Any]) -> Any:
+    given = [(axis, i) for axis, i in enumerate(indices) if i is not None]
+    if len(given) == 1 and given[0][1].dtype.kind == "i":
+        axis, i = given[0]
+        return _taken(self, np.where(i < 0, i + self.shape[axis], i), axis)
     return self[_places(indices)]
 
 
@@ -260,7 +276,11 @@ def _grid(self: Any, dim: int, index: Any) -> tuple[Any, ...]:
 
 
 def _gather(self: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
-    return self[_grid(self, dim, index)]
+    if not self.ndim:
+        return self
+    inside = (index >= 0) & (index < self.shape[dim])
+    found = self[_grid(self, dim, np.where(inside, index, 0))]
+    return np.where(inside, found, _MISSING.get(self.dtype.kind, 0)).astype(self.dtype)
 
 
 def _scatter(self: Any, dim: int, index: Any, src: Any) -> Any:
@@ -587,9 +607,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {"getitem": lambda self, index: self
     "roll": lambda self, shifts, dims=(): np.roll(self, shifts, tuple(dims) or None),
     "repeat": lambda self, repeats: np.tile(self, repeats), "diagonal": np.diagonal,
     "constant_pad_nd": _pad, "unfold": _unfold, "index Tensor": _index, "index_put": _index_put,
-    "index_select": lambda self, dim, index: np.take(self, index, dim) if self.ndim else self, "gather": _gather,
+    "index_select": lambda self, dim, index: _taken(self, index, dim) if self.ndim else self, "gather": _gather,
     "scatter src value": _scatter, "scatter_add": _scatter_add,
-    "embedding": lambda weight, indices, *_: weight[indices],
+    "embedding": lambda weight, indices, *_: _taken(weight, indices),
     "bucketize Tensor": lambda input, boundaries, out_int32=False, right=False: np.asarray(
         np.searchsorted(boundaries, input, "right" if right else "left"), "int32" if out_int32 else I64),
     "scalar_tensor": _scalar_tensor, "arange default start start_step": _arange,
@@ -642,6 +662,10 @@ def read_safetensors(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]
     return tensors, metadata
 
 
+LARGEST = 1 << 30
+"""Bytes that a ``.zip`` may unpack to, unless it takes a quarter of them itself."""
+
+
 class _Files:
     """The files of a bundle by name: those of a folder, or of a ``.zip``, which is read into memory."""
 
@@ -652,6 +676,9 @@ class _Files:
                 self._archive = zipfile.ZipFile(io.BytesIO(self.where.read_bytes()))
             except zipfile.BadZipFile as error:
                 raise ValueError(f"{self.where} is no bundle: {error}") from None
+            size = sum(e.file_size for e in self._archive.infolist())
+            if size > max(LARGEST, 4 * self.where.stat().st_size):
+                raise ValueError(f"{self.where} unpacks to {size} bytes: more than {LARGEST}, and than four times it")
 
     def names(self) -> list[str]:
         if self._archive is not None:

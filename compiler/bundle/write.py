@@ -206,8 +206,9 @@ def _traced(graph: KeyedGraph, row: TensorDictBase) -> Program:
 
 @contextlib.contextmanager
 def _acting(*modules: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode and deterministic actions; every module's training flag and the random state come back."""
+    """Evaluation mode and deterministic actions; training flags, buffers and the random state come back."""
     flags = [(m, m.training) for root in modules for m in root.modules()]
+    buffers = [(m, name, b, b.detach().clone()) for m, _ in flags for name, b in m._buffers.items() if b is not None]
     rng = torch.get_rng_state()
     try:
         for module, _ in flags:
@@ -217,6 +218,10 @@ def _acting(*modules: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
+        for module, name, buffer, before in buffers:  # one that forward changed, or put another in the place of
+            module._buffers[name] = buffer
+            with torch.no_grad():
+                buffer.copy_(before)
         torch.set_rng_state(rng)
 
 

@@ -13,6 +13,9 @@ __all__ = ["fold_normalizer"]
 
 aten = torch.ops.aten
 
+FAR = 64.0
+"""Folding multiplies the rounding of an entry by its |mean / std|."""
+
 
 class _Match(NamedTuple):
     linear: fx.Node  # addmm(b, z, Wt) or mm(z, Wt)
@@ -30,7 +33,9 @@ def fold_normalizer(program: Program) -> Program:
     after    h = x @ (W / std).T + (b - W @ (mean / std))
 
     Equal in real arithmetic; float32 differs by rounding. Left alone when ``z`` has a second reader, is clipped or is
-    an output: it must then be computed anyway. Needs frozen weights, so it runs for deployment only.
+    an output: it must then be computed anyway; and where a mean is more than :data:`FAR` standard deviations from 0:
+    x - mean is exact near the mean, and x @ (W / std).T would take the difference of two large numbers.
+    Needs frozen weights, so it runs for deployment only.
     """
     graph = program.copy_graph()
     places = [n for n in graph.nodes if n.op == "placeholder"]
@@ -80,6 +85,8 @@ def _match(node: fx.Node, constant: dict[fx.Node, Tensor]) -> _Match | None:
     source, mean = _centred(centred, constant)
     size = constant[weight_node].shape[0]
     if mean.numel() not in (1, size) or std.numel() not in (1, size) or source.meta["val"].shape != z.meta["val"].shape:
+        return None
+    if not (mean / std).abs().max() <= FAR:
         return None
     bias = None if bias_node is None else constant[bias_node]
     return _Match(node, source, constant[weight_node], bias, mean.expand(size), std.expand(size))

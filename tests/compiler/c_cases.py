@@ -78,6 +78,8 @@ def _unary() -> list[Case]:
         "clamp": lambda x: x.clamp(-1, 0.5), "clamp_min": lambda x: x.clamp_min(0.25),
         "clamp_max": lambda x: x.clamp_max(0.25), "affine": lambda x: 3 - x * 0.1 + 7,
         "floor_divide": lambda x: torch.div(x, 0.7, rounding_mode="floor"), "nan_to_num": torch.nan_to_num,
+        "floor_divide_by_tenths": lambda x: torch.div(x.round(), 0.1, rounding_mode="floor"),
+        "remainder": lambda x: x % 0.7 + (x * 8).round() % -0.5,
         "cast": lambda x: (x > 0).float() + (x * 10).to(torch.int64).to(torch.float32),
     }  # fmt: skip
     positive = {"log": torch.log, "log1p": torch.log1p, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
@@ -94,6 +96,8 @@ def _binary() -> list[Case]:
         Case("minimum", torch.minimum, 2),
         Case("maximum", torch.maximum, 2),
         Case("atan2", torch.atan2, 2),
+        Case("remainder_of_tensors", torch.remainder, 2),
+        Case("floor_divide_tensors", torch.floor_divide, 2),
         Case("pow", torch.pow, 2, positive=True, tolerance=5e-6),
         Case("where", lambda a, b: torch.where(a > b, a, b - 1), 2),
         Case("logic", lambda a, b: torch.where(((a > 0) & (b > 0)) | ~(a <= b), a, 0.0), 2),

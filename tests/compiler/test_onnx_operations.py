@@ -50,6 +50,8 @@ OPERATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "angles": ("row", _angles),
     "remainder": ("row", lambda x: torch.stack([x % 0.7, x % -0.7, (x * 3).round() % 1])),
     "remainder of tensors": ("row", lambda x: torch.remainder(x, x.flip(1))),
+    "whole tenths": ("row", lambda x: torch.div(x.round(), 0.1, rounding_mode="floor")),
+    "whole parts of tensors": ("row", lambda x: torch.floor_divide(x, x.flip(1))),
     "inverse hyperbolic": ("row", lambda x: torch.asinh(x) + torch.acosh(1 + x * x)),
 }  # fmt: skip
 CASES = {**LAYERS, **OPERATIONS}
@@ -70,6 +72,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor,
 @pytest.mark.parametrize("name", CASES)
 def test_in_a_file_equals_float64(name: str, results: dict[str, tuple[Tensor, Tensor]]) -> None:
     assert_equal(*results[name])
+
+
+def test_nan_infinity_and_zeros_of_either_sign_are_as_in_torch(tmp_path: Path) -> None:
+    special = at([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan])
+    ports = {"y": special.repeat(7)[None], "x": special.repeat_interleave(7)[None]}
+    made = {"angle": torch.atan2, "sign": lambda y, x: torch.sign(y), "sgn": lambda y, x: torch.sgn(y),
+            "root": lambda y, x: y**0.5, "floor": torch.floor_divide}  # fmt: skip
+    program = trace(KeyedGraph(*((fn, ["y", "x"], [name]) for name, fn in made.items())), TensorDict(ports, [1]))
+    export_onnx(program, tmp_path / "f.onnx")
+    session = ort.InferenceSession(str(tmp_path / "f.onnx"), providers=["CPUExecutionProvider"])
+    found = session.run(None, {key: ports[key].numpy() for key in program.in_keys})
+    for key, value in zip(program.out_keys, found, strict=True):
+        torch.testing.assert_close(torch.from_numpy(value), made[key](ports["y"], ports["x"]), equal_nan=True)
 
 
 def test_a_convolution_keeps_its_batch_open(tmp_path: Path) -> None:

@@ -187,10 +187,17 @@ def test_a_compiled_policy_carries_every_kind_of_state(backend: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ObservationHistory(2, 0), "length=0"),
+        (lambda: ObservationHistory(2, 0), "0 for a size or length"),
         (lambda: ObservationHistory(2, 3, order="last"), "order='last'.*'newest_first'"),
         (lambda: ObservationHistory(2, 3, padding="zero"), "padding='zero'.*'constant'"),
         (lambda: LowPassFilter(2), "give alpha, or cutoff_hz and rate_hz"),
+        (lambda: LowPassFilter(2, cutoff_hz=1.0, rate_hz=0.0), "expected positive numbers"),
+        (lambda: LowPassFilter(2, alpha=0.5, initial=()), "0 entries"),
+        (lambda: ObservationHistory(2, 2, padding="constant", padding_value=math.nan), "expected finite numbers"),
+        (lambda: PhaseClock(1.0, 50.0, offsets=(math.nan,)), "all of them finite"),
+        (lambda: PreviousAction(2, clip=(1.0, (2.0, 0.5))), "no low above its high"),
+        (lambda: PreviousAction(2, clip=(1.0,)), r"expected \(low, high\)"),
+        (lambda: PreviousAction(2).feedback()(TensorDict(action=torch.zeros(1, 3))), r"\[1, 3\]: expected \[\*B, 2\]"),
         (lambda: LowPassFilter(2, alpha=0.1, cutoff_hz=1.0, rate_hz=50.0), "give alpha, or"),
         (lambda: LowPassFilter(2, alpha=1.5), "alpha is 1.5"),
         (lambda: LowPassFilter(2, alpha=0.5, initial=(1.0, 2.0, 3.0)), "3 entries; expected one number, or 2"),

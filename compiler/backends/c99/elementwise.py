@@ -150,15 +150,18 @@ def _rounded_division(node: fx.Node, read: Read, dtype: torch.dtype) -> str:
     args = arguments(node)
     if not dtype.is_floating_point:
         raise Unsupported("div with rounding on integers is not supported", node)
-    text = f"({read(args['self'], dtype)} / {read(args['other'], dtype)})"
-    return {"floor": f"floorf{text}", "trunc": f"truncf{text}", None: text}[args["rounding_mode"]]
+    left, right = read(args["self"], dtype), read(args["other"], dtype)
+    text = {"floor": "k_floor_dividef({0}, {1})", "trunc": "truncf({0} / {1})", None: "({0} / {1})"}
+    return text[args["rounding_mode"]].format(left, right)
 
 
 def _remainder(node: fx.Node, read: Read, dtype: torch.dtype) -> str:
     args = arguments(node)
     divisor = args["other"]
-    if dtype.is_floating_point or isinstance(divisor, fx.Node) or divisor == 0:
-        raise Unsupported("remainder is supported for integers by a number other than 0 only", node)
+    if dtype.is_floating_point:
+        return f"k_remainderf({read(args['self'], dtype)}, {read(divisor, dtype)})"
+    if isinstance(divisor, fx.Node) or divisor == 0:
+        raise Unsupported("remainder of integers is supported by a number other than 0 only", node)
     by = literal(divisor, dtype)
     return f"(({read(args['self'], dtype)} % {by} + {by}) % {by})"  # C's remainder has the dividend's sign
 
@@ -188,7 +191,7 @@ _SPECIAL: dict[str, Callable[[fx.Node, Read, torch.dtype], str]] = {
     "clone.default": _cast,
     "copy.default": lambda node, read, dtype: read(arguments(node)["src"], dtype),
     "div.Tensor_mode": _rounded_division,
-    "remainder.Scalar": _remainder,
+    **{f"remainder.{o}": _remainder for o in ("Tensor", "Scalar")},
     "bitwise_and.Tensor": _bitwise("&"),
     "bitwise_or.Tensor": _bitwise("|"),
     "bitwise_xor.Tensor": _bitwise("^"),

@@ -205,6 +205,24 @@ static inline float k_signf(const float x)
     return x < 0.0f ? -1.0f : y; /* NaN gives 0, as torch has it */
 }"""
 
+_REMAINDER = """\
+/* with the sign of the divisor */
+static inline float k_remainderf(const float x, const float y)
+{
+    const float r = fmodf(x, y);
+    return r != 0.0f && (r < 0.0f) != (y < 0.0f) ? r + y : r;
+}"""
+
+_FLOOR_DIVIDE = """\
+/* what is left is taken off before the division: 1 / 0.1f rounds to 10, but 0.1f goes into 1 only nine times */
+static inline float k_floor_dividef(const float x, const float y)
+{
+    const float r = fmodf(x, y);
+    const float q = (x - r) / y - (r != 0.0f && (r < 0.0f) != (y < 0.0f) ? 1.0f : 0.0f), whole = floorf(q);
+    if (y == 0.0f) { return x / y; }
+    return q - whole > 0.5f ? whole + 1.0f : whole;
+}"""
+
 _ELU = """\
 static inline float k_eluf(const float x, const float alpha, const float scale, const float input_scale)
 {
@@ -301,6 +319,8 @@ _TABLE: dict[str, tuple[str, tuple[str, ...]]] = {  # in the order they are writ
     "k_geluf": (_GELU, ("k_erff",)),
     "k_gelu_tanhf": (_GELU_TANH, ("k_tanhf",)),
     "k_signf": (_SIGN, ()),
+    "k_remainderf": (_REMAINDER, ()),
+    "k_floor_dividef": (_FLOOR_DIVIDE, ()),
     "k_eluf": (_ELU, ("k_expm1f", "k_select")),
     "k_softplusf": (_SOFTPLUS, ("k_log1pf", "k_expf", "k_select")),
     "k_sumf": (_SUM, ()),

@@ -40,6 +40,9 @@ def test_every_runtime_is_timed_hot_and_paced(made: Bundle) -> None:
     for bad in ({"rate_hz": 0}, {"rate_hz": 50, "calls": 0}, {"rate_hz": 50, "seconds": -1}):
         with pytest.raises(BundleError, match="expected a positive number"):
             latency.bench_bundle(made, **bad)
+    for endless in ({"rate_hz": 1e12}, {"rate_hz": 50, "calls": 10**12}, {"rate_hz": 50, "seconds": float("inf")}):
+        with pytest.raises(BundleError, match="steps; expected 10,000,000 at most"):
+            latency.bench_bundle(made, **endless)
 
 
 def test_allocations_of_c_are_counted(made: Bundle, tmp_path: Path) -> None:

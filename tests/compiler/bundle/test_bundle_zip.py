@@ -15,6 +15,8 @@ from small_gru import CONTRACT, START, gru
 
 from graphrl.cli import main
 from graphrl.compiler.bundle import Bundle, export, load, verify
+from graphrl.compiler.bundle.c_policy import check_files
+from graphrl.compiler.bundle.runtime import Policy
 from graphrl.errors import BundleError
 
 
@@ -128,3 +130,19 @@ def test_damage_is_named(made: Path, tmp_path: Path) -> None:
             twice.writestr("manifest.json", '{"files": {}}')
     with pytest.raises(BundleError, match="twice"):
         load(tmp_path / "bad.zip")
+
+
+def test_one_that_unpacks_to_far_more_than_it_takes_is_not_read(made: Path, tmp_path: Path) -> None:
+    bomb = tmp_path / "b.zip"
+    with zipfile.ZipFile(made) as archive, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in archive.namelist():
+            packed.writestr(name, archive.read(name))
+    data = bytearray(bomb.read_bytes())
+    place = data.rindex(b"PK\x01\x02")  # the last entry of the directory, and the size it declares
+    data[place + 24 : place + 28] = (0xF0000000).to_bytes(4, "little")
+    bomb.write_bytes(data)
+    with pytest.raises(BundleError, match=r"unpacks to 402\d+ bytes: more than 1073741824"):
+        load(bomb)
+    for read in (Policy.load, check_files):
+        with pytest.raises(ValueError, match="unpacks to"):
+            read(bomb)

@@ -112,7 +112,7 @@ FAULTS: dict[str, tuple[str, Callable[[], KeyedGraph], Contract | None, str]] = 
     "scale doubled": ("action", lambda: normalised(nn.Tanh(), Times(), Times()), with_bounds(
         ("squash", "scale"), squash="tanh", scale=0.5), r"scale is 0.5, and the program's \(0.25"),
     "squash before the last layer": ("action", normalised, with_bounds(("squash",), 1e-3, squash="tanh"),
-                                     "the action leaves its bounds"),
+                                     "the action, .*, leaves its bounds"),
     "inside not said": ("action", lambda: plain(), with_bounds(None), "which of squash, scale"),
     "joints in another order": ("order", lambda: plain(), stated(NONE, action=ActionContract(
         names=("hip", "knee"), joint_names=("knee", "hip"))), "same names in two orders"),
@@ -356,3 +356,40 @@ def test_inputs_are_found_by_key_and_entries_by_name(tmp_path: Path) -> None:
         policy.step({**named, "x1": {"hip": 0.0}})
     assert [t["key"] for t in bundle.contract["observations"]] == ["x2", "x1"]
     assert bundle.contract["observations"][0]["history_length"] == 1
+
+
+def test_a_refused_policy_has_its_buffers_back(tmp_path: Path) -> None:
+    policy = Rebinding()
+    mean, before = policy.mean, policy.mean.clone()
+    with pytest.raises(BundleError, match="check 'normalizer'"):
+        attempt(tmp_path, KeyedGraph((policy, ["observation"], ["action"])))
+    assert policy.mean is mean and torch.equal(mean, before)
+
+
+def test_a_layer_norm_sees_an_observation_though_not_what_all_entries_do_alike(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    bundle = attempt(tmp_path, KeyedGraph((net, ["observation"], ["action"])), stated(Normalizer("none")))
+    assert bundle.manifest["checks"]["normalizer"] == "passed"
+
+
+def test_bounds_are_those_of_the_command_after_the_caller_s_steps(tmp_path: Path) -> None:
+    def action(offset: tuple[float, float]) -> ActionContract:
+        numbers = {"scale": (0.5, 2.0), "offset": offset, "low": (-0.4, -3.0), "high": (0.6, 1.0)}
+        return ActionContract(squash="tanh", inside=("squash",), **numbers)
+
+    contract = stated(Normalizer("none"), action=action((0.1, -1.0)))
+    near = TensorDict(observation=torch.zeros(2, 3), batch_size=[2])
+    assert attempt(tmp_path, plain(nn.Tanh()), contract, example=near).manifest["checks"]["action"] == "passed"
+    with pytest.raises(BundleError, match="the action, .*, leaves its bounds"):
+        attempt(
+            tmp_path / "far", plain(nn.Tanh()), stated(Normalizer("none"), action=action((9.0, -1.0))), example=near
+        )
+
+
+def test_a_mean_many_deviations_off_keeps_its_digits_in_c(tmp_path: Path) -> None:
+    mean, std = torch.tensor([0.5, 0.0, 1.0]), torch.tensor([1e-4, 1.0, 2.0])
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    graph = KeyedGraph((lambda x: (x - mean) / std, ["observation"], ["z"]), (net, ["z"], ["action"]))
+    example = TensorDict(observation=mean + torch.randn(8, 3) * std, batch_size=[8])
+    attempt(tmp_path, graph.select(out_keys=["action"]), example=example, targets=("c99", "onnx", "numpy"))

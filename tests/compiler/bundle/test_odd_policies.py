@@ -121,3 +121,27 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch
     with pytest.raises(BundleError, match=r"writing .*b failed, and nothing is left of it: .*No space left"):
         _export(tmp_path, lambda x: x + 1, {"x": X})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_is_nan_gives_nan_and_a_status_in_c_and_numpy(tmp_path: Path) -> None:
+    table = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+
+    def looked_up(x: torch.Tensor) -> torch.Tensor:
+        place = x[:, 0].round().clamp(0, 4).long()
+        by_hand = table.expand(len(x), 5, 3).gather(1, place[:, None, None].expand(-1, 1, 3)).squeeze(1)
+        return torch.nn.functional.embedding(place, table) + table[place] + table.index_select(0, place) + by_hand
+
+    bundle = _export(tmp_path, looked_up, {"x": X})
+    c, py = bundle.policy(), Policy.load(bundle.path)
+    for policy, act in ((c, c), (py, lambda x: py.step({"x": x})["action"])):
+        for x, well in (([np.nan, 0, 0], False), ([1.2, 0, 0], True)):
+            action = act(np.array(x, np.float32))
+            np.testing.assert_allclose(action, 4 * table[1].numpy() if well else np.full(3, np.nan), rtol=1e-6)
+            assert policy.status == (0 if well else 3)
+
+
+def test_an_operation_is_refused_by_name_though_a_golden_row_has_no_inverse(tmp_path: Path) -> None:
+    example = torch.tensor([[2.0, 1.0, 0.0, 3.0], [1.0, 0.0, 1.0, 4.0]])
+    graph = lambda x: torch.linalg.inv(x.reshape(-1, 2, 2)).reshape(-1, 4)  # noqa: E731
+    with pytest.raises(BundleError, match="linalg_inv"):
+        _export(tmp_path, graph, {"x": example})

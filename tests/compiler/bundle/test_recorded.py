@@ -104,3 +104,16 @@ def test_data_that_do_not_fit_are_refused(data: Any, message: str) -> None:
 def test_data_of_another_size_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="'observation' has 2 entries a step, the policy 3"):
         write(tmp_path, {"observation": SEEN[:, :2]})
+
+
+@pytest.mark.parametrize(
+    "value", [[torch.zeros(2, 3), torch.zeros(4, 3)], ["a", "b"], None, np.array([None])], ids=repr
+)
+def test_what_is_no_array_is_refused_by_its_key(value: Any) -> None:
+    with pytest.raises(BundleError, match="the recorded 'observation' is no array"):
+        read_recording({"observation": value}, ["observation"])
+
+
+def test_no_step_at_all_is_refused() -> None:
+    with pytest.raises(BundleError, match=r"batch size \[0\]: .* a step at least"):
+        read_recording({"observation": torch.zeros(0, 3)}, ["observation"])
