@@ -174,7 +174,7 @@ def test_a_log_with_a_byte_order_mark_true_and_false_and_an_empty_line_is_read(m
 
 def test_a_compiler_that_is_none_is_not_replaced_by_another(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, said in (
-        ("no-such-cc", "which is no program"),
+        ("no-such-cc", "no program on the path"),
         ("gcc -m64", "without arguments"),
         ("true", "no library"),
     ):
