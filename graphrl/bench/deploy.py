@@ -126,8 +126,8 @@ class CMemoryTable(TextTable):
 
     def verdict(self) -> str:
         """What the columns are."""
-        return ("Source: policy.c and policy.h; object: code and constants; stack: of a step at most, all its functions "
-                f"together; compiled with {' '.join(FLAGS)}")  # fmt: skip
+        return ("Source: policy.c and policy.h; object: code and constants; stack: of a step at most, all its "
+                f"functions together; compiled with {' '.join(FLAGS)}")  # fmt: skip
 
 
 @dataclass(frozen=True)
