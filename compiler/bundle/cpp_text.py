@@ -36,11 +36,12 @@ def _interface(manifest: Mapping[str, Any], golden: Mapping[str, np.ndarray]) ->
     for side, lines in ports.items():
         for p in manifest[side]:
             state = carried.get(p["key"]) if side == "inputs" else None
-            follows, initial = (places[state["next_key"]], float(state["initial"])) if state else (-1, 0.0)
+            follows = places[state["next_key"]] if state else -1
+            initial = ", ".join(repr(float(v)) for v in np.atleast_1d(state["initial"])) if state else ""
             scale = float(golden[f"scale/{p['key']}"]) if side == "outputs" else 0.0
             shape = ", ".join(map(str, p["shape"]))
-            lines.append(f"    {{{json.dumps(p['key'])}, {{{shape}}}, at::{KINDS[p['dtype']]}, {follows}, {initial!r}, "
-                         f"{scale!r}}},")  # fmt: skip
+            lines.append(f"    {{{json.dumps(p['key'])}, {{{shape}}}, at::{KINDS[p['dtype']]}, {follows}, "
+                         f"{{{initial}}}, {scale!r}}},")  # fmt: skip
     return f"""// What the package of this bundle takes and gives.
 #pragma once
 
@@ -56,7 +57,7 @@ struct Port {{
     std::vector<std::int64_t> shape;
     at::ScalarType dtype;
     int follows; // of an input: the place of the output that it is at the next step; -1 where it is an observation
-    double initial; // of a recurrent input, at a reset
+    std::vector<double> initial; // of a recurrent input, at a reset: one number, or one for each entry
     double scale; // of an output: its usual size
 }};
 

@@ -61,7 +61,10 @@ public:
     {
         state_.clear();
         for (const Port &port : inputs) {
-            if (port.follows >= 0) { state_.push_back(at::full(port.shape, port.initial, port.dtype)); }
+            if (port.follows < 0) { continue; }
+            const at::Tensor initial = at::tensor(port.initial, at::kDouble).to(port.dtype);
+            state_.push_back(initial.numel() == 1 ? initial.reshape({}).expand(port.shape).clone()
+                                                  : initial.reshape(port.shape));
         }
     }
 

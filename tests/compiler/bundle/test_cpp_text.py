@@ -12,7 +12,7 @@ from graphrl.compiler.bundle.cpp_text import write_cpp
 MANIFEST: dict[str, Any] = {
     "contract_hash": "ab" * 32,
     "tolerance": 1e-5,
-    "contract": {"recurrent": [{"key": "h", "next_key": "next/h", "initial": 0.25}]},
+    "contract": {"recurrent": [{"key": "h", "next_key": "next/h", "initial": [0.25, -1.0]}]},
     "inputs": [
         {"key": "h", "shape": [1, 2], "dtype": "float32"},
         {"key": "is_init", "shape": [1, 1], "dtype": "bool"},
@@ -47,9 +47,9 @@ def test_the_interface_states_ports_state_and_sizes(tmp_path: Path) -> None:
     }  # fmt: skip
     text = (tmp_path / "cpp" / "interface.h").read_text()
     for line in (
-        '    {"h", {1, 2}, at::kFloat, 1, 0.25, 0.0},',  # the second output is its next value
-        '    {"is_init", {1, 1}, at::kBool, -1, 0.0, 0.0},',
-        '    {"action", {1}, at::kLong, -1, 0.0, 3.0},',
+        '    {"h", {1, 2}, at::kFloat, 1, {0.25, -1.0}, 0.0},',  # the second output is its next value
+        '    {"is_init", {1, 1}, at::kBool, -1, {}, 0.0},',
+        '    {"action", {1}, at::kLong, -1, {}, 3.0},',
         f'inline constexpr char contract_hash[] = "{"ab" * 32}";',
         "inline constexpr int golden_rows = 2;",
         "inline constexpr int golden_steps = 3;",
