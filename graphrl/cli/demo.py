@@ -156,6 +156,7 @@ def compare_closed_loop(trainer: Any, bundle: Path, out: Path, console: Any) -> 
     from tensordict import TensorDict
     from tensordict.nn import InteractionType, set_interaction_type
 
+    from graphrl.cli.export import within_bounds
     from graphrl.compiler.bundle.c_policy import find_compiler
 
     if find_compiler() is None:
@@ -179,7 +180,7 @@ def compare_closed_loop(trainer: Any, bundle: Path, out: Path, console: Any) -> 
         observations, actions, returns = data["observations"], data["actions"], data["returns"]
     with torch.no_grad(), set_interaction_type(InteractionType.DETERMINISTIC):
         td = TensorDict({"observation": torch.from_numpy(observations)}, batch_size=[len(observations)])
-        eager = trainer.algorithm.actor(td)["action"].numpy()
+        eager = within_bounds(trainer.algorithm.actor, trainer.env.action_spec)(td)["action"].numpy()
     difference = float(np.abs(eager - actions).max())
     same_seeds = trainer.evaluate(EPISODES, SEED)
     console.print(f"  {EPISODES} other episodes, seeds {SEED} to {SEED + EPISODES - 1}:")

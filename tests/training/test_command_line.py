@@ -5,13 +5,15 @@ import sys
 import time
 from importlib.util import find_spec
 
-import numpy as np
 import pytest
 import torch
 
+from graphrl import KeyedGraph
 from graphrl.cli import main
+from graphrl.cli.export import within_bounds
 from graphrl.compiler.bundle import load
 from graphrl.models import RunningNorm
+from graphrl.specs import Bounded, Unbounded
 from graphrl.training import PPOConfig, load_config, load_policy, preset
 from graphrl.training.checkpoint import load_checkpoint
 
@@ -161,14 +163,19 @@ def test_export_fills_the_contract(tmp_path):
     action, (term,) = contract["action"], contract["observations"]
     assert (action["names"], action["low"], action["high"]) == (["action_0"], [-2.0], [2.0])
     assert (action["clip"], action["inside"]) == ([-2.0, 2.0], ["clip"])  # as the environment does
-    step = load(tmp_path / "bundle").policy()
-    seen = np.array([step(x) for x in torch.randn(200, 3).mul(50).numpy()])
-    assert np.abs(seen).max() == 2.0 and np.abs(seen).min() < 2.0
     policy, _ = load_policy(tmp_path / "run")
     norm = next(m for m in policy.modules() if isinstance(m, RunningNorm))
     assert term["normalizer"]["where"] == "inside"
     assert term["normalizer"]["mean"] == norm.mean.tolist() and norm.count > 0
     assert term["normalizer"]["std"] == pytest.approx((norm.var + norm.eps).sqrt().tolist())
+
+
+def test_an_exported_action_is_clipped_to_its_bounds():
+    policy = KeyedGraph((lambda x: x * 3, ["observation"], ["action"]))
+    spec = Bounded(torch.tensor([[-2.0, -1.0]]), torch.tensor([[2.0, float("inf")]]), shape=(1, 2))
+    x = torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
+    assert within_bounds(policy, spec)(observation=x).tolist() == [[2.0, 3.0], [-2.0, -1.0]]
+    assert within_bounds(policy, Unbounded((1, 2))) is policy
 
 
 def contract_of_export(folder):
