@@ -10,6 +10,7 @@ export GRAPHRL_CACHE_DIR ?= $(CURDIR)/.cache/graphrl
 demo: $(READY)
 	graphrl demo
 
+# the set-up alone, while CI fetches other things
 ready: $(READY)
 
 test: $(READY)
