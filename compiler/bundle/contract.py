@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from graphrl.compiler.bundle.runtime import hash_json
 from graphrl.errors import ContractError, did_you_mean
 from graphrl.keys import Key, encode_key
 
@@ -214,12 +214,7 @@ class Contract(_Typed):
 
     def sha256(self) -> str:
         """The contract hash that stands in every file of a bundle."""
-        return hash_contract(self.as_dict())
-
-
-def hash_contract(data: Mapping[str, Any]) -> str:
-    """Hash of a contract's plain data."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return hash_json(self.as_dict())
 
 
 def with_shapes(contract: Contract, shapes: Mapping[Key, tuple[int, ...]]) -> Contract:

@@ -31,7 +31,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 __all__ = [
-    "OPERATIONS", "Policy", "check_files", "main", "misfit", "read_graph", "read_manifest", "read_safetensors",
+    "OPERATIONS", "Policy", "check_files", "hash_json", "main", "misfit", "read_graph", "read_manifest",
+    "read_safetensors",
 ]  # fmt: skip
 
 NON_FINITE_INPUT, NON_FINITE_OUTPUT, OUT_OF_RANGE, NON_FINITE_STATE = 1, 2, 4, 8
@@ -708,10 +709,14 @@ class _Files:
         return data
 
 
+def _opened(bundle: str | Path | _Files) -> _Files:
+    return bundle if isinstance(bundle, _Files) else _Files(bundle)
+
+
 def check_files(bundle: str | Path) -> int:
     """Compare every file with the manifest; returns how many there are. Raises ``ValueError`` naming the first."""
-    files = _Files(bundle)
-    listed, present = read_manifest(bundle)["files"], files.names()
+    files = _opened(bundle)
+    listed, present = read_manifest(files)["files"], files.names()
     for name, wanted in listed.items():
         files.checked(name, wanted)
     for name in present:
@@ -751,9 +756,9 @@ def misfit(value: Any, wanted: Any, place: str = "it") -> str | None:
     return next((found for name, v, kind in parts if (found := misfit(v, kind, name))), None)
 
 
-def read_manifest(bundle: str | Path) -> dict[str, Any]:
+def read_manifest(bundle: str | Path | _Files) -> dict[str, Any]:
     """A bundle's manifest. Raises ``ValueError`` where it is not there, damaged, changed, or of another schema."""
-    files = _Files(bundle)
+    files = _opened(bundle)
     file = files.where / "manifest.json"
     try:
         manifest = json.loads(files.read("manifest.json"))
@@ -766,17 +771,17 @@ def read_manifest(bundle: str | Path) -> dict[str, Any]:
         raise ValueError(f"{files.where} has schema version {version}, this runtime reads {SCHEMA_VERSION}")
     if problem := misfit(manifest, _MANIFEST):
         raise ValueError(f"{file} is damaged: {problem}")
-    if _hash_json(manifest["contract"]) != manifest["contract_hash"]:
+    if hash_json(manifest["contract"]) != manifest["contract_hash"]:
         raise ValueError(f"{file}: the contract is not the one its hash was made of")
     rest = {name: value for name, value in manifest.items() if name != "manifest_hash"}
-    if _hash_json(rest) != manifest.get("manifest_hash"):
+    if hash_json(rest) != manifest.get("manifest_hash"):
         raise ValueError(f"{file} was changed: it is not the one its manifest_hash was made of")
     return manifest  # type: ignore[no-any-return]
 
 
-def read_graph(bundle: str | Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def read_graph(bundle: str | Path | _Files, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """A bundle's ``graph.json``. Raises ``ValueError`` where it is changed, damaged or of another policy."""
-    files = _Files(bundle)
+    files = _opened(bundle)
     place = files.where / "graph.json"
     try:
         data = json.loads(files.checked("graph.json", manifest["program_hash"]))
@@ -789,7 +794,8 @@ def read_graph(bundle: str | Path, manifest: Mapping[str, Any]) -> dict[str, Any
     return data  # type: ignore[no-any-return]
 
 
-def _hash_json(data: Any) -> str:
+def hash_json(data: Any) -> str:
+    """SHA-256 of plain data, written with sorted keys and no spaces."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -907,8 +913,8 @@ class Policy:
         Raises ``ValueError``: a file missing, changed or of another bundle; an operation that this runtime lacks.
         """
         files = _Files(bundle)
-        manifest = read_manifest(bundle)
-        data = read_graph(bundle, manifest)
+        manifest = read_manifest(files)
+        data = read_graph(files, manifest)
         file = "weights.safetensors"
         tensors, metadata = read_safetensors(files.checked(file, manifest["weight_hash"]))
         for name, found in (("graph.json", data), (file, metadata)):

@@ -16,7 +16,7 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 from graphrl.graph import KeyedGraph
-from graphrl.keys import Key
+from graphrl.keys import Key, next_key
 from graphrl.models import MLP, GRUModule, LSTMModule, ObservationHistory, RunningNorm
 
 __all__ = ["POLICIES", "Policy", "make_policy"]
@@ -65,7 +65,7 @@ def make_policy(name: str, shrink: int = 1) -> Policy:
     example = TensorDict({key: torch.zeros(1, *shape) for key, shape in shapes.items()}, batch_size=[1])
     if "is_init" in graph.in_keys:
         example["is_init"] = torch.ones(1, 1, dtype=torch.bool)
-    following = {key: ("next", *((key,) if isinstance(key, str) else key)) for key in graph.in_keys}
+    following = {key: next_key(key) for key in graph.in_keys}
     state = tuple((key, then) for key, then in following.items() if then in graph.out_keys)
     return Policy(name, graph, example, state, rate_hz)
 

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from graphrl.compiler.bundle.contract_text import closed_loop_text
-
 __all__ = ["export_run", "run"]
 
 SEED = 1_000_000
@@ -46,6 +44,8 @@ class Export:
 def run(arguments: list[str]) -> None:
     """Export, and print what was written."""
     options = tyro.cli(Export, prog="graphrl export", args=arguments)
+    from graphrl.compiler.bundle.contract_text import closed_loop_text
+
     bundle = export_run(
         options.checkpoint,
         options.out,

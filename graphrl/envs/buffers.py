@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from graphrl.keys import next_key
 from graphrl.specs import Composite, Spec
 
 __all__ = ["StepBuffers"]
@@ -68,7 +69,7 @@ class StepBuffers:
         outcome = {**self.next, "reward": self.reward, "done": self.done()}
         outcome.update(terminated=self.terminated, truncated=self.truncated)
         for key, rows in outcome.items():
-            fields[("next", *(key if isinstance(key, tuple) else (key,)))] = rows
+            fields[next_key(key)] = rows
         for key in ("done", "terminated", "truncated"):
             fields[key] = torch.zeros_like(self.terminated)
         fields.update(entries or {})

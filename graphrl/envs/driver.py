@@ -12,6 +12,7 @@ from graphrl.envs.base import EnvBase
 from graphrl.envs.buffers import StepBuffers
 from graphrl.envs.policy import keyed_policy, state_specs
 from graphrl.errors import SpecError
+from graphrl.keys import next_key
 from graphrl.specs import Composite
 
 __all__ = ["Driver"]
@@ -189,7 +190,7 @@ class Driver:
             if self._tracks_init:
                 buffers.root["is_init"][t + 1] = done | (t < self._drawn)
             for key in state:
-                written = buffers.extra.get(("next", *((key,) if isinstance(key, str) else key)))
+                written = buffers.extra.get(next_key(key))
                 row = buffers.root[key][t + 1]
                 row.zero_() if written is None else row.copy_(written[t])
                 row[done[:, 0]] = 0

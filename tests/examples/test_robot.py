@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from loopback import why_no_loopback
+from robot_scripts import ROBOT, robot_scripts
 from tensordict import TensorDict
 from torch import nn
 
@@ -29,7 +29,6 @@ import graphrl as grl
 from graphrl.compiler.bundle import Contract
 from graphrl.models import MLP, GRUModule, ObservationHistory, PreviousAction
 
-ROBOT = Path(__file__).parents[2] / "examples" / "robot"
 CC = shutil.which("cc") or shutil.which("gcc")
 STRICT = "-std=c99 -O1 -Wall -Wextra -Werror -pedantic -Wconversion -Wdouble-promotion".split()
 OTHER = "0123456789abcdef" * 4
@@ -45,16 +44,8 @@ def loopback() -> None:
 @pytest.fixture(scope="module")
 def parts() -> Iterator[SimpleNamespace]:
     """The example's modules, imported as its scripts import each other."""
-    names = ("protocol", "model", "link", "robot", "arm_policy")
-    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.path.insert(0, str(ROBOT))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    finally:
-        sys.path.remove(str(ROBOT))
-        for name in (*names, "arm"):
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
+    with robot_scripts("protocol", "model", "link", "robot", "arm_policy") as scripts:
+        yield scripts
 
 
 @dataclass

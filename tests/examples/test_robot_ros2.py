@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,27 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from robot_scripts import robot_scripts
 from ros2_stubs import HEADERS
 from tensordict import TensorDict
 
 import graphrl as grl
 from graphrl.compiler.bundle import ActionContract, Bundle, Contract, Normalizer, ObservationTerm
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "robot" / "ros2_nodes.py"
 CXX = shutil.which("g++") or shutil.which("clang++")
 
 
 @pytest.fixture(scope="module")
 def ros2() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(SCRIPT.parent))  # the script finds its neighbour there
-    spec = importlib.util.spec_from_file_location("ros2_nodes", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ros2_nodes"] = module  # its dataclass looks itself up
-    spec.loader.exec_module(module)
-    sys.path.remove(str(SCRIPT.parent))
-    yield module
-    del sys.modules["ros2_nodes"], sys.modules["caller_steps"]
+    with robot_scripts("ros2_nodes") as scripts:
+        yield scripts.ros2_nodes
 
 
 def bundle_of(path: Path, waive: tuple[str, ...] = (), **contract: Any) -> Bundle:

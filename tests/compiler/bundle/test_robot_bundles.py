@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from robot_scripts import robot_scripts
 
 import graphrl as grl
 from graphrl.bench.robot_policies import POLICIES, make_policy
@@ -24,7 +23,6 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")
 
-ROBOT = Path(__file__).parents[3] / "examples" / "robot"
 TARGETS = ("c99", "onnx", "numpy")
 
 
@@ -48,16 +46,8 @@ def assert_near_float64(bundle: Bundle) -> None:
 @pytest.fixture(scope="module")
 def robot() -> Iterator[SimpleNamespace]:
     """The example's driver and packets, imported as its scripts import each other."""
-    names = ("protocol", "drive")
-    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.path.insert(0, str(ROBOT))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    finally:
-        sys.path.remove(str(ROBOT))
-        for name in names:
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
+    with robot_scripts("protocol", "drive") as scripts:
+        yield scripts
 
 
 class Wire:
